@@ -1,0 +1,1 @@
+"""From text to batches: sources, tokenizers, shards, preparation, loader. Importing this loads no torch."""

@@ -1,0 +1,117 @@
+"""Validated configuration. A mistake raises `UserError`: one sentence with what was wrong and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+
+class UserError(ValueError):
+    """Something the user can put right: entry points print it as one sentence and exit with code 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on through no slip of the keyboard: printed as one sentence, exit code 1."""
+
+
+class Strict(BaseModel):
+    """Unknown keys, wrong types, NaN and infinity are refused; instances never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+StrictModel = TypeVar("StrictModel", bound=Strict)
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The only things that a position encoding may know about the model."""
+
+    n_embd: int
+    n_head: int
+    head_dim: int
+    context_length: int
+
+
+class GPTConfig(Strict):
+    """Shape of the decoder. `n_head` must divide `n_embd`; `context_length` is the trained length in tokens."""
+
+    n_layer: PositiveInt
+    n_head: PositiveInt
+    n_embd: PositiveInt
+    context_length: PositiveInt
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    bias: bool = False
+    causal: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> GPTConfig:
+        if self.n_embd % self.n_head:
+            widths = [self.n_embd // self.n_head * self.n_head, -(-self.n_embd // self.n_head) * self.n_head]
+            fits = " or ".join(str(width) for width in widths if width)
+            raise ValueError(
+                f"model.n_head={self.n_head} does not divide model.n_embd={self.n_embd}; "
+                f"give a head count that does, or n_embd={fits}"
+            )
+        return self
+
+    @property
+    def dims(self) -> Dims:
+        return Dims(self.n_embd, self.n_head, self.n_embd // self.n_head, self.context_length)
+
+
+def nearest(wrong: str, valid: Iterable[str]) -> str:
+    """The valid name closest to a mistyped one, as '; did you mean X?', else '; valid: ...'."""
+    valid = sorted(valid)
+    by_leaf = {name.rsplit(".", 1)[-1]: name for name in valid}
+    match = difflib.get_close_matches(wrong, valid, 1, 0.6)
+    match = match or [by_leaf[m] for m in difflib.get_close_matches(wrong.rsplit(".", 1)[-1], by_leaf, 1, 0.6)]
+    return f"; did you mean {match[0]}?" if match else f"; valid: {', '.join(valid)}"
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of every leaf of a nested mapping."""
+    keys: list[str] = []
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        keys += flat_keys(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]
+    return keys
+
+
+def validate(schema: type[StrictModel], values: Mapping[str, Any], prefix: str = "") -> StrictModel:
+    """Turn a plain mapping into `schema`. `prefix` is put before key names in messages, e.g. 'position.'.
+
+    Raises UserError with one sentence about the first thing that is wrong.
+    """
+    try:
+        return schema.model_validate(dict(values))
+    except ValidationError as error:
+        raise UserError(_sentence(schema, error, prefix)) from None
+
+
+def _sentence(schema: type[BaseModel], error: ValidationError, prefix: str) -> str:
+    first = error.errors()[0]
+    key = prefix + ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{key}: unknown key{nearest(key, _schema_keys(schema, prefix))}"
+    if first["type"] == "missing":
+        return f"{key}: missing; give {key}=<value>"
+    if first["type"] == "value_error":  # our own validators already write whole sentences
+        return str(first["ctx"]["error"])
+    wanted = first["msg"].removeprefix("Input should be ").removesuffix(", unable to parse string as a number")
+    return f"{key}={first['input']}: expected {wanted}"
+
+
+def _schema_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in schema.model_fields.items():
+        nested = field.annotation
+        if isinstance(nested, type) and issubclass(nested, BaseModel):
+            keys += _schema_keys(nested, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys

@@ -1,0 +1,139 @@
+"""How every command starts: Hydra composes, mistakes become one sentence, multiruns end with a table."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+
+from model.config import RunFailed, UserError, flat_keys, nearest
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+# values that are free text, which Hydra's grammar would otherwise split at commas, equals signs and quotes
+FREE_TEXT = ("prompt", "run", "run_dir", "resume", "data.path", "data.out", "out")
+
+
+def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
+    """Run `task` with the composed configuration as a plain dict; exit with 2 on a user's mistake, 1 on RunFailed.
+
+    With -m, every job runs even when one fails; the rows that the tasks return are printed at the end.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise here instead of printing a traceback and exiting with 1
+    multirun = bool({"-m", "--multirun"} & set(sys.argv))
+    sys.argv[1:] = [_quoted(argument, multirun) for argument in sys.argv[1:]]
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, int] = {}  # job to exit code
+
+    def job(cfg: DictConfig) -> None:
+        label = " ".join(HydraConfig.get().overrides.task)
+        if multirun:
+            print(f"\n[job {HydraConfig.get().job.num}] {label}", flush=True)
+        try:
+            values = OmegaConf.to_container(cfg, resolve=True)
+            assert isinstance(values, dict)
+            row = task({str(key): value for key, value in values.items()})
+        except (UserError, RunFailed, OmegaConfBaseException) as error:
+            print(f"error: {_sentence(error, config_name)}", file=sys.stderr, flush=True)
+            failed[label] = 1 if isinstance(error, RunFailed) else 2
+            return
+        if row:
+            rows.append({"job": label, **row})
+
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"error: {_sentence(error, config_name)}", file=sys.stderr)
+        sys.exit(2)
+    if multirun and rows:
+        print_table(rows)
+    if failed and multirun:
+        print(f"error: {len(failed)} of {len(failed) + len(rows)} jobs failed: {'; '.join(failed)}", file=sys.stderr)
+    if failed:
+        sys.exit(max(failed.values()))
+
+
+def overridden() -> list[str]:
+    """The keys and groups that were given on the command line, in order."""
+    given = [re.split(r"[=@]", override, maxsplit=1)[0] for override in HydraConfig.get().overrides.task]
+    return [key.lstrip("+~") for key in given]
+
+
+def sweep() -> tuple[str | None, list[str]]:
+    """The name of the multirun that this job belongs to, and its overrides; (None, []) outside one."""
+    config = HydraConfig.get()
+    if config.job.get("num") is None or str(config.mode) != "RunMode.MULTIRUN":
+        return None, []
+    return f"sweep_{Path(config.sweep.dir).name}", list(config.overrides.task)
+
+
+def print_table(rows: list[dict[str, Any]], title: str | None = None) -> None:
+    """A table for people: one column per key, numbers on the right."""
+    table = Table(title=title, title_justify="left")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        is_number = all(isinstance(row.get(column, 0), int | float) for row in rows)
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
+
+
+def _quoted(argument: str, multirun: bool) -> str:
+    key, equals, value = argument.partition("=")
+    looks_structured = value[:1] in {"[", "'", '"'} or "${" in value or (multirun and "," in value)
+    if not equals or key.lstrip("+") not in FREE_TEXT or looks_structured or value in {"", "null"}:
+        return argument
+    # in Hydra's grammar a backslash escapes a quote, and itself only in front of one
+    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + r"\'", value)
+    escaped = re.sub(r"(\\+)$", lambda m: m[1] * 2, escaped)
+    return f"{key}='{escaped}'"
+
+
+def _sentence(error: Exception, config_name: str) -> str:
+    """What Hydra and OmegaConf say over several lines, as one sentence with the nearest valid name."""
+    text = str(error)
+    unknown = re.search(r"Could not override '([^']*)'", text)
+    if unknown:
+        return f"{unknown[1]}: unknown key{nearest(unknown[1], _valid_keys(config_name))}"
+    group = re.search(r"Could not find '([^']*)/([^'/]*)'", text)
+    if group:
+        name = group[1].split("/", 1)[-1] if group[1].startswith(("config/",)) else group[1]
+        options = [path.stem for path in (CONF / name).glob("*.yaml")]
+        return f"{name}={group[2]}: no such option{nearest(group[2], options)}"
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: cannot be parsed as key=value; put quotes around special characters"
+    missing = re.search(r"Missing mandatory value: (\S+)", text)
+    if missing:
+        return f"{missing[1]}: missing; give {missing[1]}=<value>"
+    return " ".join(text.split())
+
+
+def _valid_keys(config_name: str) -> list[str]:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        values = OmegaConf.to_container(compose(config_name), resolve=False)
+    assert isinstance(values, dict)
+    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
+    return flat_keys({str(key): value for key, value in values.items()}) + groups

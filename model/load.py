@@ -1,0 +1,34 @@
+"""From a configuration or a finished run to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from data import tokenizer
+from model.gpt import GPT
+from model.position import build
+from model.training import checkpoint, run_dir
+from model.training.config import RunConfig
+
+
+def build_model(config: RunConfig) -> GPT:
+    """A freshly initialised model; the same one whenever `config.seed` is the same."""
+    torch.manual_seed(config.seed)
+    position = build(config.position, config.model.dims)
+    return GPT(config.model, tokenizer.vocab_size(config.tokenizer.name), position)
+
+
+def load_run(path: Path, which: Literal["last", "best"] = "last") -> tuple[RunConfig, GPT]:
+    """The configuration and model of a run directory, on the CPU, in evaluation mode.
+
+    Raises UserError when it is no run, or has no intact checkpoint.
+    """
+    config = run_dir.load_config(path)
+    best = path / "checkpoints" / "best.pt"
+    state = checkpoint.read(best) if which == "best" else checkpoint.read_newest(path, say=print)
+    model = build_model(config)
+    checkpoint.load_weights(model, state, path)
+    return config, model.eval()

@@ -1,0 +1,44 @@
+"""Different encodings in different layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from model.config import Dims, UserError, nearest
+from model.position.base import PositionEncoding, Span
+
+
+class PerLayer(PositionEncoding):
+    """`pattern` names an entry of `kinds` per block, repeated over the depth.
+
+    [rope, rope, rope, none] drops positions in every fourth block, as SmolLM3 and Llama 4 do ("RNoPE").
+    """
+
+    def __init__(self, dims: Dims, pattern: list[str], kinds: dict[str, dict[str, Any]]) -> None:
+        from model.position import build
+
+        super().__init__(dims)
+        if not pattern or set(pattern) - set(kinds):
+            wrong = next((name for name in pattern if name not in kinds), "[]")
+            raise UserError(f"position.pattern: {wrong} is not one of position.kinds{nearest(wrong, kinds)}")
+        self.pattern = pattern
+        self.kinds = nn.ModuleDict(
+            {name: build(values, dims, f"position.kinds.{name}.") for name, values in kinds.items()}
+        )
+        limits = [kind.max_length for kind in self.encodings() if kind.max_length is not None]
+        self.max_length = min(limits, default=None)
+
+    def encodings(self) -> list[PositionEncoding]:
+        return [kind for kind in self.kinds.values() if isinstance(kind, PositionEncoding)]
+
+    def for_layer(self, layer: int) -> PositionEncoding:
+        kind = self.kinds[self.pattern[layer % len(self.pattern)]]
+        assert isinstance(kind, PositionEncoding)
+        return kind.for_layer(layer)
+
+    def embed(self, x_BTC: Tensor, span: Span) -> Tensor:
+        for kind in self.encodings():
+            x_BTC = kind.embed(x_BTC, span)
+        return x_BTC

@@ -1,0 +1,96 @@
+"""The whole configuration of a training run. Loads no torch, so a mistake is answered at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from data.sources import DataConfig
+from model.config import GPTConfig, Strict
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class TokenizerConfig(Strict):
+    name: str
+
+
+class OptimConfig(Strict):
+    """AdamW for every parameter, or Muon for the weight matrices of the blocks and AdamW for the rest.
+
+    `lr` is AdamW's and `muon_lr` Muon's peak rate. Both rise linearly over the first `warmup` fraction of
+    the steps and fall over the last `decay` fraction to `min_lr_ratio` of the peak, which the last step has.
+    """
+
+    name: Literal["adamw", "muon"]
+    lr: Positive
+    muon_lr: Positive = 0.02
+    weight_decay: NonNegative
+    betas: tuple[Fraction, Fraction]
+    grad_clip: NonNegative
+    warmup: Fraction
+    decay: Fraction
+    shape: Literal["cosine", "linear"]
+    min_lr_ratio: Fraction
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> OptimConfig:
+        if self.warmup + self.decay > 1:
+            raise ValueError(
+                f"optim.warmup={self.warmup} and optim.decay={self.decay} are fractions of train.steps "
+                f"and sum to more than 1; lower one of them"
+            )
+        return self
+
+
+class TrainConfig(Strict):
+    """`batch_size` sequences make one step, `micro_batch_size` of them at a time (default: all)."""
+
+    steps: PositiveInt
+    batch_size: PositiveInt
+    micro_batch_size: PositiveInt | None = None
+    eval_interval: PositiveInt
+    eval_tokens: PositiveInt | None = None
+    save_interval: PositiveInt
+    keep: PositiveInt
+    log_interval: PositiveInt
+    precision: Literal["auto", "fp32", "bf16"]
+    device: str
+    compile: bool = False
+
+    @model_validator(mode="after")
+    def _micro_batches_divide(self) -> TrainConfig:
+        micro = self.micro_batch_size
+        if micro and self.batch_size % micro:
+            valid = [n for n in range(1, self.batch_size + 1) if self.batch_size % n == 0]
+            raise ValueError(
+                f"train.micro_batch_size={micro} does not divide train.batch_size={self.batch_size}; "
+                f"give one of {', '.join(map(str, valid))}"
+            )
+        return self
+
+
+class LoggerConfig(Strict):
+    """W&B. `auto` is online when a key is configured, else offline; metrics.jsonl is always written."""
+
+    mode: Literal["auto", "online", "offline", "disabled"]
+    project: str
+    group: str | None = None
+    tags: list[str] = []
+
+
+class RunConfig(Strict):
+    model: GPTConfig
+    position: dict[str, Any]
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optim: OptimConfig
+    train: TrainConfig
+    logger: LoggerConfig
+    seed: NonNegativeInt
+    name: str
+    run_dir: str | None = None
+    resume: str | None = None

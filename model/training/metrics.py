@@ -1,0 +1,123 @@
+"""Metrics: a JSONL file that is always complete, and W&B beside it, which can never stop a training."""
+
+from __future__ import annotations
+
+import json
+import netrc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+
+from data.shards import write_atomically
+from model.training.config import LoggerConfig
+
+# peak dense bf16 FLOP/s by a part of the device's name, from NVIDIA's data sheets
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def mfu(flops_per_second: float, device: torch.device) -> dict[str, float]:
+    """Model FLOPs utilisation as a metric; nothing for a device whose peak is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return {"perf/mfu": flops_per_second / peak} if peak else {}
+
+
+class JsonLines:
+    """metrics.jsonl: one object a line, each written whole. A resumed run first drops what lies ahead."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= resumed_step:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line cut short by a kill; the steps it belongs to are run again
+            write_atomically(path, "".join(line + "\n" for line in kept).encode())
+        self._file = open(path, "a", buffering=1)
+
+    def write(self, values: dict[str, Any]) -> None:
+        self._file.write(json.dumps(values) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Wandb:
+    """One W&B run. Any failure of W&B is said once, and everything goes on without it."""
+
+    def __init__(
+        self, config: LoggerConfig, run_dir: Path, run_id: str, settings: dict[str, Any]
+    ) -> None:
+        self._run: Any = None
+        if config.mode == "disabled":
+            return
+        os.environ.setdefault("WANDB_SILENT", "true")
+        try:
+            import wandb
+
+            self._wandb = wandb
+            mode = config.mode
+            if mode == "auto":
+                mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")  # type: ignore[assignment]
+            self._run = wandb.init(
+                project=config.project,
+                dir=run_dir.parent,
+                id=run_id,
+                name=run_dir.name,
+                config=settings,
+                group=config.group,
+                tags=config.tags,
+                mode=mode,  # type: ignore[arg-type]
+                resume="allow",
+                settings=wandb.Settings(init_timeout=10, console="off"),
+            )
+            self._run.define_metric("tokens")
+            self._run.define_metric("*", step_metric="tokens")
+        except BaseException as error:  # W&B raises its own, pydantic's, and SystemExit
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._run = None
+        reason = str(error).strip().split("\n")[0][:200]
+        print(
+            f"warning: W&B is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has every number",
+            file=sys.stderr,
+        )
+
+    def log(self, values: dict[str, Any]) -> None:
+        if self._run is not None:
+            try:
+                self._run.log(values, step=values["step"])
+            except Exception as error:
+                self._give_up(error)
+
+    def finish(self, summary: dict[str, Any], sample: tuple[str, str] | None) -> None:
+        """Write the summary and the final sample (prompt, text) and close the run."""
+        if self._run is not None:
+            try:
+                if sample is not None:
+                    table = self._wandb.Table(columns=["prompt", "text"], data=[list(sample)])
+                    self._run.log({"sample": table})
+                self._run.summary.update(summary)
+                self._run.finish()
+            except Exception as error:
+                self._give_up(error)
+
+
+def _has_key() -> bool:
+    """Whether `wandb login` or WANDB_API_KEY has left a key; looks at files only, asks nobody."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

@@ -1,0 +1,161 @@
+"""A run directory belongs to one run: created once, locked while in use, never overwritten."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import secrets
+import subprocess
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from data.shards import write_atomically
+from model.config import UserError, flat_keys, validate
+from model.training.config import RunConfig
+
+# what may differ between a run and its continuation; all else would make it another experiment
+CHANGEABLE = ("train.steps", "train.eval_interval", "train.eval_tokens", "train.save_interval", "train.keep")
+CHANGEABLE += ("train.log_interval", "train.device", "train.compile", "logger.")
+
+
+def create(config: RunConfig) -> Path:
+    """A new directory for this run: `run_dir`, or runs/<date>_<time>_<name> made unique by a suffix.
+
+    Raises UserError when the given one is not empty or cannot be made.
+    """
+    if config.run_dir:
+        path = Path(config.run_dir).expanduser()
+        _mkdir(path, exist_ok=True)
+        if any(entry.name != ".lock" for entry in path.iterdir()):
+            known = (path / "config.yaml").exists()
+            advice = f"continue it with resume={path} or " if known else ""
+            raise UserError(f"run_dir={path}: already holds {'a run' if known else 'files'}; {advice}give another run_dir")
+        return path
+    stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.name}"
+    for attempt in range(1, 1000):
+        path = Path("runs") / (stem if attempt == 1 else f"{stem}_{attempt}")
+        try:
+            _mkdir(path, exist_ok=False)
+            return path
+        except FileExistsError:
+            continue
+    raise UserError(f"runs/{stem}: no free name left; give run_dir=")
+
+
+def _mkdir(path: Path, exist_ok: bool) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=exist_ok)
+        if not os.access(path, os.W_OK):
+            raise PermissionError("not writable")
+    except FileExistsError:
+        if not exist_ok and path.is_dir():
+            raise
+        raise UserError(f"run_dir={path}: is a file; give the name of a folder") from None
+    except OSError as error:
+        raise UserError(f"run_dir={path}: cannot be made ({error}); give another run_dir") from None
+
+
+def lock(path: Path) -> IO[str]:
+    """Hold the directory until the returned file is closed or the process ends, however it ends.
+
+    Raises UserError when another process holds it.
+    """
+    file = open(path / ".lock", "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise UserError(f"{path}: in use by another training; wait for it, or give another run_dir") from None
+    return file
+
+
+def load_config(path: Path) -> RunConfig:
+    """The configuration that a run was started with. Raises UserError when it is missing or not one."""
+    file = path / "config.yaml"
+    try:
+        values = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a run directory, config.yaml is not readable ({error})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: not the configuration of a run")
+    return validate(RunConfig, values)
+
+
+def record(path: Path, config: RunConfig) -> str:
+    """Write config.yaml and, once, run.json with the environment and the W&B run id, which is returned."""
+    values = config.model_dump(mode="json", exclude={"run_dir", "resume"})
+    write_atomically(path / "config.yaml", yaml.safe_dump(values, sort_keys=False).encode())
+    file = path / "run.json"
+    try:
+        known = json.loads(file.read_text())["id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        known = secrets.token_hex(4)
+        write_json(file, {"id": known, "environment": environment()})
+    return str(known)
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:
+    """(key, old value, new value) of all keys in which two configurations differ."""
+    a, b = old.model_dump(), new.model_dump()
+    keys = dict.fromkeys([*flat_keys(a), *flat_keys(b)])
+    pairs = [(key, _look_up(a, key), _look_up(b, key)) for key in keys]
+    return [(key, x, y) for key, x, y in pairs if x != y]
+
+
+def merge_for_resume(
+    stored: RunConfig, composed: dict[str, Any], overridden: list[str]
+) -> tuple[RunConfig, list[str]]:
+    """The stored configuration with what was given on the command line, and a sentence for each change.
+
+    Raises UserError with the difference when a change would make it another experiment.
+    """
+    values = stored.model_dump()
+    for key in overridden:
+        *parents, leaf = key.split(".")
+        target, source = values, composed
+        for parent in parents:
+            target, source = target.setdefault(parent, {}), source.get(parent, {})
+        target[leaf] = source.get(leaf)
+    asked = validate(RunConfig, values | {"resume": None, "run_dir": None})
+    changes = differences(stored, asked)
+    refused = [f"{key} ({old} -> {new})" for key, old, new in changes if not key.startswith(CHANGEABLE)]
+    if refused:
+        raise UserError(
+            f"resume: a continued run cannot change {', '.join(refused)}; drop the override or start a new run"
+        )
+    return asked, [f"{key}: {old} -> {new}" for key, old, new in changes]
+
+
+def _look_up(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return None
+        values = values[part]
+    return values
+
+
+def environment() -> dict[str, str]:
+    """Versions and hardware that a result depends on; no path, user name or environment variable."""
+    packages = {name: version(name) for name in ("torch", "numpy", "tiktoken", "wandb", "hydra-core")}
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    return {"git": commit or "unknown", "python": platform.python_version(), "machine": platform.machine(), **packages}
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())

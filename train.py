@@ -1,0 +1,156 @@
+"""Train a mini-GPT: `python train.py position=alibi model.n_layer=6`; `python train.py --help` lists the rest.
+
+Reading path: this file, then model/gpt.py, model/attention.py and model/position/base.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from data.loader import TokenStream, TrainLoader
+from data.prepare import prepare
+from model import launch
+from model.config import RunFailed, UserError, validate
+from model.training import run_dir
+from model.training.config import RunConfig
+
+
+def main(values: dict[str, Any]) -> dict[str, Any]:
+    """Validate the configuration, settle on a run directory, and train in it."""
+    if values["resume"]:
+        path = Path(values["resume"]).expanduser()
+        stored = run_dir.load_config(path)
+        config, changes = run_dir.merge_for_resume(stored, values, launch.overridden())
+        print("\n".join([f"Resuming {path}", *(f"  changed on request: {change}" for change in changes)]))
+    else:
+        group, tags = launch.sweep()
+        logger = values["logger"]
+        values["logger"] = logger | {"group": logger["group"] or group, "tags": [*logger["tags"], *tags]}
+        config, path = validate(RunConfig, values), None
+    folder = prepare(config.data, config.tokenizer.name)
+    streams = {split: TokenStream(folder, split) for split in ("train", "val")}
+    for stream in streams.values():
+        stream.check_fits(config.tokenizer.name, config.model.context_length)
+    path = path or run_dir.create(config)
+    with run_dir.lock(path):
+        return train(config, path, streams["train"], streams["val"])
+
+
+def train(config: RunConfig, path: Path, train_stream: TokenStream, val_stream: TokenStream) -> dict[str, Any]:
+    """Train in run directory `path`, from its newest checkpoint if it has one. Returns the final row."""
+    # imported here, so that --help and a mistyped key are answered without loading torch
+    import torch
+
+    from model.evaluation.perplexity import evaluate, token_losses
+    from model.load import build_model
+    from model.training import checkpoint, report
+    from model.training.device import autocast, keep_freed_memory, pick_device
+    from model.training.interrupt import Interrupt
+    from model.training.metrics import JsonLines, Wandb, mfu
+    from model.training.optim import Optimizers, clip_gradients, lr_factor
+
+    device = pick_device(config.train.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    precision = autocast(device, config.train.precision)
+    model = build_model(config).to(device)
+    optimizers = Optimizers(model, config.optim)
+    data = {"train": train_stream.fingerprint(), "val": val_stream.fingerprint()}
+    step, best_loss = 0, math.inf
+    state = checkpoint.read_newest(path, print)
+    if state is not None:
+        checkpoint.check_same_data(state, data, path)
+        checkpoint.load_weights(model, state, path)
+        optimizers.load_state_dict(state["optimizers"])
+        checkpoint.set_rng(state["rng"])
+        step, best_loss = state["step"], state["best_loss"]
+        if step >= config.train.steps:
+            raise UserError(f"{path}: finished at step {step}; give train.steps={2 * step} to train on from there")
+    run_id = run_dir.record(path, config)
+    if config.train.compile:
+        model.compile()  # in place, so that the names of the weights stay as they are
+
+    length, batch_size = config.model.context_length, config.train.batch_size
+    micro_batch_size = config.train.micro_batch_size or batch_size
+    loader = TrainLoader(train_stream, length, batch_size, config.seed)
+    step_tokens = batch_size * length
+    step_flops = model.flops_per_token(length) * step_tokens
+    metrics = JsonLines(path / "metrics.jsonl", resumed_step=step)
+    wandb = Wandb(config.logger, path, run_id, config.model_dump(mode="json") | run_dir.environment())
+    report.started(path, model, device, precision)
+    first, seconds = step, 0.0
+
+    with Interrupt() as interrupt, report.Progress(config.train.steps, step) as progress:
+        while step < config.train.steps and interrupt.signal is None:
+            began = time.perf_counter()
+            windows = torch.from_numpy(loader.batch(step)).to(device, non_blocking=True)
+            loss = 0.0
+            for micro_batch in windows.split(micro_batch_size):
+                with precision():
+                    # micro-batches are of one size, so the mean of their means is the mean over all tokens
+                    micro_loss = token_losses(model, micro_batch).mean() * len(micro_batch) / batch_size
+                micro_loss.backward()
+                loss += float(micro_loss.detach())
+            grad_norm = clip_gradients(model, config.optim.grad_clip)
+            if not math.isfinite(loss) or not math.isfinite(grad_norm):
+                raise RunFailed(
+                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; stopped before the update, the "
+                    f"checkpoints of {path} are finite; try again with lower optim.lr and optim.muon_lr"
+                )
+            factor = lr_factor(config.optim, step, config.train.steps)
+            optimizers.step(factor)
+            step += 1
+            step_seconds = time.perf_counter() - began
+            seconds += step_seconds
+            progress.step(step, loss, step_tokens / step_seconds)
+
+            last, val = step == config.train.steps, None
+            row: dict[str, Any] = {"step": step, "tokens": step * step_tokens}
+            if step == 1 or last or step % config.train.log_interval == 0:
+                row |= {"train/loss": loss, "optim/lr": config.optim.lr * factor, "optim/grad_norm": grad_norm}
+                row |= {"perf/tokens_per_s": step_tokens / step_seconds}
+                row |= mfu(step_flops / step_seconds, device)
+            if last or step % config.train.eval_interval == 0:
+                val = evaluate(
+                    model,
+                    val_stream,
+                    length,
+                    max_tokens=config.train.eval_tokens,
+                    autocast=precision,
+                    on_batch=progress.evaluating,
+                )
+                row |= val.metrics()
+                progress.say(step, loss, val)
+            if len(row) > 2:
+                metrics.write(row)
+                wandb.log(row)
+            if last or step % config.train.save_interval == 0 or interrupt.signal is not None:
+                is_best = val is not None and val.loss < best_loss
+                best_loss = val.loss if val is not None and is_best else best_loss
+                state = {
+                    "model": model.state_dict(),
+                    "optimizers": optimizers.state_dict(),
+                    "rng": checkpoint.get_rng(),
+                    "best_loss": best_loss,
+                    "data": data,
+                }
+                checkpoint.save(path, step, state, config.train.keep, is_best)
+
+    if interrupt.signal is not None and step < config.train.steps:
+        wandb.finish({}, None)
+        print(f"Stopped at step {step}, saved. Continue with: python train.py resume={path}")
+        raise SystemExit(128 + interrupt.signal)
+    assert val is not None
+    sample = report.sample(model, config)
+    summary = {"parameters": model.parameter_count(), "perf/mean_tokens_per_s": step_tokens * (step - first) / seconds}
+    wandb.finish(val.metrics() | summary, sample)
+    run_dir.write_json(path / "evaluation" / "val.json", val.as_dict() | {"step": step} | summary)
+    report.finished(path, val, summary, sample)
+    return {"val loss": val.loss, "perplexity": val.perplexity, "bits/byte": val.bits_per_byte, "run": str(path)}
+
+
+if __name__ == "__main__":
+    launch.main("config", main)
