@@ -1,0 +1,177 @@
+"""Time variants in turn in one process: `python scripts/benchmark.py what=train`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PositiveInt
+
+from model import launch
+from model.config import GPTConfig, Strict, UserError, validate
+
+POSITIONS = {
+    "none": {"_target_": "model.position.base.PositionEncoding"},
+    "sinusoidal": {"_target_": "model.position.additive.Sinusoidal"},
+    "learned": {"_target_": "model.position.additive.Learned"},
+    "rope": {"_target_": "model.position.rotary.Rotary"},
+    "alibi": {"_target_": "model.position.alibi.ALiBi"},
+}
+
+
+class BenchmarkConfig(Strict):
+    what: Literal["train", "position", "decode"]
+    n_layer: PositiveInt
+    n_head: PositiveInt
+    n_embd: PositiveInt
+    context_length: PositiveInt
+    vocab_size: PositiveInt
+    batch_size: PositiveInt
+    repeats: PositiveInt
+    threads: PositiveInt | None
+    device: str
+    out: str
+
+
+def main(values: dict[str, Any]) -> None:
+    config = validate(BenchmarkConfig, values)
+    shape = {key: values[key] for key in ("n_layer", "n_head", "n_embd", "context_length")}
+    model_config = validate(GPTConfig, shape)
+    import torch
+
+    from model.training.device import keep_freed_memory, pick_device
+    from model.training.run_dir import environment, write_json
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    keep_freed_memory()
+    device = pick_device(config.device)
+    variants, unit, count = VARIANTS[config.what](config, model_config, device)
+    rows = compare(variants, config.repeats, unit, count)
+    launch.print_table(rows, title=f"{config.what} on {device}, {torch.get_num_threads()} threads")
+    out = Path(config.out).expanduser()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"out={out}: cannot be made ({error}); give another folder") from None
+    write_json(out / f"{config.what}.json", {"config": values, "environment": environment(), "rows": rows})
+
+
+def compare(
+    variants: dict[str, Callable[[], None]], repeats: int, unit: str, count: int
+) -> list[dict[str, Any]]:
+    """Run the variants in turn, `repeats` times each after two warm-ups; the first is what others are compared to.
+
+    Ratios are medians of the ratios within one turn, so a machine that slows down slows both sides.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(-2, repeats):
+        print(f"turn {turn + 3} of {repeats + 2}", flush=True)
+        for name, run in variants.items():
+            began = time.perf_counter()
+            run()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    first = next(iter(seconds.values()))
+    return [
+        {
+            "variant": name,
+            "median ms": statistics.median(times) * 1e3,
+            "min ms": min(times) * 1e3,
+            unit: count / statistics.median(times),
+            "time / first": statistics.median(t / f for t, f in zip(times, first, strict=True)),
+        }
+        for name, times in seconds.items()
+    ]
+
+
+def build_gpt(config: BenchmarkConfig, shape: GPTConfig, position: str, device: Any) -> Any:
+    import torch
+
+    from model.gpt import GPT
+    from model.position import build
+
+    torch.manual_seed(0)
+    return GPT(shape, config.vocab_size, build(POSITIONS[position], shape.dims)).to(device)
+
+
+def training_step(config: BenchmarkConfig, model: Any, device: Any, precision: str) -> Callable[[], None]:
+    """One forward, backward and AdamW update on random tokens."""
+    import torch
+
+    from model.evaluation.perplexity import token_losses
+    from model.training.device import autocast
+    from model.training.optim import clip_gradients
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    windows = torch.randint(config.vocab_size, (config.batch_size, config.context_length + 1), device=device)
+    in_precision = autocast(device, precision)
+
+    def step() -> None:
+        with in_precision():
+            loss = token_losses(model, windows).mean()
+        loss.backward()
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return step
+
+
+Variants = tuple[dict[str, Callable[[], None]], str, int]
+
+
+def train_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
+    steps = {
+        precision: training_step(config, build_gpt(config, shape, "rope", device), device, precision)
+        for precision in ("fp32", "auto")
+    }
+    return steps, "tokens/s", config.batch_size * config.context_length
+
+
+def position_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
+    """A training step of each encoding, and of ALiBi as a mask, which is what its features save."""
+    from model.position.alibi import ALiBi, slopes
+
+    class MaskedALiBi(ALiBi):
+        def prepare(self, span: Any) -> Any:
+            return slopes(self.n_head).float().to(span.q.device)[:, None, None] * (span.k - span.q[:, None])
+
+        def encode_qk(self, q_BHTD: Any, k_BHTD: Any, state: Any) -> Any:
+            return q_BHTD, k_BHTD
+
+        def score_bias(self, state: Any) -> Any:
+            return state
+
+    models = {name: build_gpt(config, shape, name, device) for name in POSITIONS}
+    models["alibi as a mask"] = build_gpt(config, shape, "alibi", device)
+    models["alibi as a mask"].position = MaskedALiBi(shape.dims)
+    steps = {name: training_step(config, model, device, "auto") for name, model in models.items()}
+    return steps, "tokens/s", config.batch_size * config.context_length
+
+
+def decode_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
+    """200 greedy tokens at batch 1, up to the context length, with and without the cache."""
+    from model.generate import Sampling, generate
+
+    new = min(200, config.context_length - 1)
+    model = build_gpt(config, shape, "rope", device).eval()
+    prompt = [token % config.vocab_size for token in range(config.context_length - new)]
+
+    def decode(cache: bool) -> Callable[[], None]:
+        sampling = Sampling(max_new_tokens=new, temperature=0, cache=cache)
+        return lambda: [None for _ in generate(model, [prompt], sampling)] and None
+
+    return {"cache": decode(True), "no cache": decode(False)}, "tokens/s", new
+
+
+VARIANTS = {"train": train_variants, "position": position_variants, "decode": decode_variants}
+
+
+if __name__ == "__main__":
+    launch.main("benchmark", main)

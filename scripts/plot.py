@@ -1,0 +1,56 @@
+"""Draw the curves of runs: `python scripts/plot.py run=[runs/<a>,runs/<b>] metric=val/loss`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from model import launch
+from model.config import Strict, UserError, validate
+
+
+class PlotConfig(Strict):
+    run: str | list[str]
+    metric: str
+    out: str
+
+
+def curve(run: Path, metric: str) -> tuple[list[float], list[float]]:
+    """(tokens, values) of one metric. Raises UserError when the run has no such metric."""
+    try:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run}: no readable metrics.jsonl ({error}); expected a run directory") from None
+    points = [(line["tokens"], line[metric]) for line in lines if metric in line]
+    if not points:
+        known = sorted({key for line in lines for key in line})
+        raise UserError(f"metric={metric}: not in {run}/metrics.jsonl; it has {', '.join(known)}")
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def main(values: dict[str, Any]) -> None:
+    config = validate(PlotConfig, values)
+    runs = [Path(run).expanduser() for run in ([config.run] if isinstance(config.run, str) else config.run)]
+    curves = {run.name: curve(run, config.metric) for run in runs}
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, (tokens, points) in curves.items():
+        axes.plot([t / 1e6 for t in tokens], points, label=name, linewidth=1.5)
+    axes.set(xlabel="training tokens (millions)", ylabel=config.metric)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(Path(config.out).expanduser(), dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"out={config.out}: cannot be written ({error})") from None
+    print(f"Wrote {config.out}")
+
+
+if __name__ == "__main__":
+    launch.main("plot", main)

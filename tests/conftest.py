@@ -1,0 +1,111 @@
+"""What tests share: tiny shapes, every position YAML, small shards, and trainings in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import train
+from data.loader import TokenStream
+from data.shards import write_shard
+from model.config import Dims, GPTConfig, validate
+from model.gpt import GPT
+from model.position import PositionEncoding, build
+from model.training import run_dir
+from model.training.config import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+POSITIONS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/position").glob("*.yaml"))}
+CONTEXT = 32
+VOCAB = 257
+
+
+@pytest.fixture(autouse=True)
+def _repeatable() -> None:
+    torch.manual_seed(1)
+    torch.set_num_threads(1)  # tiny tensors: a second thread only waits for the first
+
+
+def tiny_config(**changes: Any) -> GPTConfig:
+    return GPTConfig(**{"n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": CONTEXT, **changes})
+
+
+def tiny_gpt(position: dict[str, Any], **changes: Any) -> GPT:
+    """Random weights, large enough that attention is far from uniform: a trained tiny model hides errors."""
+    config = tiny_config(**changes)
+    model = GPT(config, VOCAB, build(position, config.dims)).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(20)
+            block.attn.proj.weight.mul_(20)
+    return model
+
+
+def encoding(name: str, dims: Dims | None = None, **arguments: Any) -> PositionEncoding:
+    return build(POSITIONS[name] | arguments, dims or tiny_config().dims)
+
+
+def write_shards(folder: Path, train: Any, val: Any, tokenizer: str = "bytes", vocab_size: int = VOCAB) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, tokens in {"train": train, "val": val}.items():
+        write_shard(
+            folder / f"{split}-00000.bin",
+            [np.asarray(tokens)],
+            tokenizer=tokenizer,
+            tokenizer_hash="test",
+            vocab_size=vocab_size,
+        )
+    return folder
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Text-like bytes: 20,000 to train on, 1,000 held out."""
+    generator = np.random.default_rng(0)
+    words = [b"in ", b"the ", b"beginning ", b"God ", b"created ", b"heaven ", b"and ", b"earth. "]
+    tokens = np.frombuffer(b"".join(words[i] for i in generator.integers(8, size=6000)), dtype=np.uint8)
+    return write_shards(tmp_path / "shards", tokens[:20_000], tokens[20_000:21_000])
+
+
+TINY = [
+    "data=bin",
+    "tokenizer=bytes",
+    "model.n_layer=2",
+    "model.n_embd=32",
+    f"model.context_length={CONTEXT}",
+    "train.batch_size=4",
+    "train.precision=fp32",
+    "train.device=cpu",
+    "logger.mode=disabled",
+]
+
+
+def compose_config(*overrides: str) -> RunConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", overrides=["name=test", *overrides])
+    values = OmegaConf.to_container(cfg)
+    assert isinstance(values, dict)
+    return validate(RunConfig, {str(key): value for key, value in values.items()})
+
+
+@pytest.fixture
+def train_tiny(tmp_path: Path, shards: Path) -> Callable[..., Path]:
+    """Train a tiny model in this process; returns its run directory. Called again, it resumes there."""
+
+    def run(*overrides: str, name: str = "run") -> Path:
+        config = compose_config(*TINY, f"data.path={shards}", *overrides)
+        path = tmp_path / "runs" / name
+        path.mkdir(parents=True, exist_ok=True)
+        with run_dir.lock(path):
+            train.train(config, path, TokenStream(shards, "train"), TokenStream(shards, "val"))
+        return path
+
+    return run
