@@ -1,4 +1,4 @@
-"""Train a mini-GPT: `python train.py position=alibi model.n_layer=6`; `python train.py --help` lists the rest.
+"""Train a mini-GPT: `python train.py position=alibi model.n_layer=6`; --help lists the rest.
 
 Reading path: this file, then model/gpt.py, model/attention.py and model/position/base.py.
 """
@@ -39,7 +39,9 @@ def main(values: dict[str, Any]) -> dict[str, Any]:
         return train(config, path, streams["train"], streams["val"])
 
 
-def train(config: RunConfig, path: Path, train_stream: TokenStream, val_stream: TokenStream) -> dict[str, Any]:
+def train(
+    config: RunConfig, path: Path, train_stream: TokenStream, val_stream: TokenStream
+) -> dict[str, Any]:
     """Train in run directory `path`, from its newest checkpoint if it has one. Returns the final row."""
     # imported here, so that --help and a mistyped key are answered without loading torch
     import torch
@@ -68,7 +70,9 @@ def train(config: RunConfig, path: Path, train_stream: TokenStream, val_stream: 
         checkpoint.set_rng(state["rng"])
         step, best_loss = state["step"], state["best_loss"]
         if step >= config.train.steps:
-            raise UserError(f"{path}: finished at step {step}; give train.steps={2 * step} to train on from there")
+            raise UserError(
+                f"{path}: finished at step {step}; give train.steps={2 * step} to train on from there"
+            )
     run_id = run_dir.record(path, config)
     if config.train.compile:
         model.compile()  # in place, so that the names of the weights stay as they are
@@ -97,8 +101,8 @@ def train(config: RunConfig, path: Path, train_stream: TokenStream, val_stream: 
             grad_norm = clip_gradients(model, config.optim.grad_clip)
             if not math.isfinite(loss) or not math.isfinite(grad_norm):
                 raise RunFailed(
-                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; stopped before the update, the "
-                    f"checkpoints of {path} are finite; try again with lower optim.lr and optim.muon_lr"
+                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; stopped before the update; "
+                    f"the checkpoints of {path} are finite; try again with lower optim.lr and optim.muon_lr"
                 )
             factor = lr_factor(config.optim, step, config.train.steps)
             optimizers.step(factor)
@@ -110,7 +114,11 @@ def train(config: RunConfig, path: Path, train_stream: TokenStream, val_stream: 
             last, val = step == config.train.steps, None
             row: dict[str, Any] = {"step": step, "tokens": step * step_tokens}
             if step == 1 or last or step % config.train.log_interval == 0:
-                row |= {"train/loss": loss, "optim/lr": config.optim.lr * factor, "optim/grad_norm": grad_norm}
+                row |= {
+                    "train/loss": loss,
+                    "optim/lr": config.optim.lr * factor,
+                    "optim/grad_norm": grad_norm,
+                }
                 row |= {"perf/tokens_per_s": step_tokens / step_seconds}
                 row |= mfu(step_flops / step_seconds, device)
             if last or step % config.train.eval_interval == 0:
@@ -145,11 +153,19 @@ def train(config: RunConfig, path: Path, train_stream: TokenStream, val_stream: 
         raise SystemExit(128 + interrupt.signal)
     assert val is not None
     sample = report.sample(model, config)
-    summary = {"parameters": model.parameter_count(), "perf/mean_tokens_per_s": step_tokens * (step - first) / seconds}
+    summary = {
+        "parameters": model.parameter_count(),
+        "perf/mean_tokens_per_s": step_tokens * (step - first) / seconds,
+    }
     wandb.finish(val.metrics() | summary, sample)
     run_dir.write_json(path / "evaluation" / "val.json", val.as_dict() | {"step": step} | summary)
     report.finished(path, val, summary, sample)
-    return {"val loss": val.loss, "perplexity": val.perplexity, "bits/byte": val.bits_per_byte, "run": str(path)}
+    return {
+        "val loss": val.loss,
+        "perplexity": val.perplexity,
+        "bits/byte": val.bits_per_byte,
+        "run": str(path),
+    }
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ class TokenStream:
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = folder, split
         if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder of shards; prepare the data first, or correct data.path")
+            raise UserError(
+                f"{folder}: no such folder of shards; prepare the data first, or correct data.path"
+            )
         paths = sorted(folder.glob(f"{split}*.bin")) or sorted(folder.glob(f"*_{split}_*.bin"))
         if not paths:
             raise UserError(f"{folder}: holds no {split} shard; expected {split}.bin or {split}-00000.bin")
@@ -82,7 +84,12 @@ class TrainLoader:
     """
 
     def __init__(self, stream: TokenStream, context_length: int, batch_size: int, seed: int) -> None:
-        self.stream, self.context_length, self.batch_size, self.seed = stream, context_length, batch_size, seed
+        self.stream, self.context_length, self.batch_size, self.seed = (
+            stream,
+            context_length,
+            batch_size,
+            seed,
+        )
         self.n_offsets = min(context_length, len(stream) - context_length)
         self.windows_per_epoch = (len(stream) - self.n_offsets) // context_length
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)

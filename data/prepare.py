@@ -32,9 +32,9 @@ def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] 
     say(f"Preparing {name} with tokenizer {tokenizer_name} in {folder}")
     encoding = tokenizer.load(tokenizer_name)
     documents: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-    for split, text in sources.documents(config):
+    for part, text in sources.documents(config):
         # encode_ordinary: text that looks like a special token is text
-        documents[split].append(np.array([*encoding.encode_ordinary(text), encoding.eot_token]))
+        documents[part].append(np.array([*encoding.encode_ordinary(text), encoding.eot_token]))
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
@@ -58,7 +58,9 @@ def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] 
             if not (folder / "meta.json").exists():  # else another process was first, with the same bytes
                 raise
     except OSError as error:
-        raise UserError(f"{folder}: cannot write shards there ({error}); give another folder as data.out=") from None
+        raise UserError(
+            f"{folder}: cannot write shards there ({error}); give another folder as data.out="
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     counts = ", ".join(f"{split} {sum(map(len, tokens)):,} tokens" for split, tokens in documents.items())

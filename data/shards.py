@@ -56,7 +56,9 @@ def write_shard(
     wide = [np.asarray(document, dtype=np.int64) for document in documents]
     tokens = np.concatenate(wide) if wide else np.zeros(0, np.int64)
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise UserError(f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit vocab_size={vocab_size}")
+        raise UserError(
+            f"{path}: token ids {tokens.min()}..{tokens.max()} do not fit vocab_size={vocab_size}"
+        )
     dtype = token_dtype(vocab_size)
     offsets = np.cumsum([0, *(len(document) for document in wide)], dtype="<i8")[:-1]
     payload = tokens.astype(dtype).tobytes() + offsets.tobytes()
@@ -93,7 +95,9 @@ class Shard:
         """Re-read every byte. Raises UserError when the checksum differs from the recorded one."""
         actual = hashlib.sha256(self.tokens.tobytes() + self.offsets.tobytes()).hexdigest()
         if self.tokenizer is not None and actual != self.sha256:
-            raise UserError(f"{self.path}: damaged, its checksum differs; delete the folder and prepare it again")
+            raise UserError(
+                f"{self.path}: damaged, its checksum differs; delete the folder and prepare it again"
+            )
 
 
 def open_shard(path: Path) -> Shard:
@@ -105,7 +109,9 @@ def open_shard(path: Path) -> Shard:
             if head[:8] == MAGIC:
                 return _open_own(path, size, head, file.read(min(int.from_bytes(head[8:], "little"), size)))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a readable shard ({error}); delete it and prepare the data again") from None
+        raise UserError(
+            f"{path}: not a readable shard ({error}); delete it and prepare the data again"
+        ) from None
     return _open_foreign(path, size)
 
 
@@ -135,9 +141,13 @@ def _open_foreign(path: Path, size: int) -> Shard:
     if header.size == 3 and header[0] == LLMC_MAGIC:
         start = LLMC_HEADER_BYTES
         if size != start + 2 * int(header[2]):
-            raise UserError(f"{path}: cut short, {size:,} bytes where its header promises {start + 2 * header[2]:,}")
+            raise UserError(
+                f"{path}: cut short, {size:,} bytes where its header promises {start + 2 * header[2]:,}"
+            )
     if size % 2 or size <= start:
-        raise UserError(f"{path}: {size:,} bytes is not a whole number of uint16 tokens; copy or prepare it again")
+        raise UserError(
+            f"{path}: {size:,} bytes is not a whole number of uint16 tokens; copy or prepare it again"
+        )
     tokens = _map(path, np.dtype("<u2"), start, (size - start) // 2)
     chunks = range(0, len(tokens), 1 << 24)
     max_id = max(int(tokens[i : i + (1 << 24)].max()) for i in chunks)

@@ -33,8 +33,13 @@ class DataConfig(Strict):
     @model_validator(mode="after")
     def _path_given(self) -> DataConfig:
         if self.source != "kjv" and not self.path:
-            what = {"text": "a text file, a folder, or a glob", "bin": "the folder that holds train and val .bin"}
-            raise ValueError(f"data.path: data={self.source} needs {what[self.source]}; give data.path=<path>")
+            what = {
+                "text": "a text file, a folder, or a glob",
+                "bin": "the folder that holds train and val .bin",
+            }
+            raise ValueError(
+                f"data.path: data={self.source} needs {what[self.source]}; give data.path=<path>"
+            )
         return self
 
 
@@ -65,7 +70,9 @@ def _kjv() -> Iterator[tuple[Split, str]]:
     call = ast.parse(source).body[-1]
     assert isinstance(call, ast.Assign) and isinstance(call.value, ast.Call)
     text: str = ast.literal_eval(call.value.args[1])
-    verse_starts: dict[int, int] = ast.literal_eval(call.value.args[2])  # book * 10**6 + chapter * 1000 + verse
+    verse_starts: dict[int, int] = ast.literal_eval(
+        call.value.args[2]
+    )  # book * 10**6 + chapter * 1000 + verse
     book_starts: dict[int, int] = {}
     for verse, start in verse_starts.items():
         book_starts.setdefault(verse // 1_000_000, start)
@@ -83,7 +90,9 @@ def _files(config: DataConfig) -> list[Path]:
     else:
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     if not found:
-        raise UserError(f"data.path={config.path}: no text file there; expected a file, a folder of .txt, or a glob")
+        raise UserError(
+            f"data.path={config.path}: no text file there; expected a file, a folder of .txt, or a glob"
+        )
     return found
 
 

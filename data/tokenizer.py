@@ -43,7 +43,9 @@ def _n_ranks(name: str) -> int:
     cut = re.fullmatch(r"gpt2_([1-9]\d?)k", name)
     if cut and int(cut[1]) * 1024 < GPT2_RANKS:
         return int(cut[1]) * 1024
-    raise UserError(f"tokenizer.name={name}: expected gpt2, bytes, or gpt2_Nk with N from 1 to 49, as gpt2_2k")
+    raise UserError(
+        f"tokenizer.name={name}: expected gpt2, bytes, or gpt2_Nk with N from 1 to 49, as gpt2_2k"
+    )
 
 
 @lru_cache

@@ -17,7 +17,12 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.n_head, self.causal, self.dropout = layer, config.n_head, config.causal, config.dropout
+        self.layer, self.n_head, self.causal, self.dropout = (
+            layer,
+            config.n_head,
+            config.causal,
+            config.dropout,
+        )
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 

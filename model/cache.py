@@ -20,10 +20,14 @@ class KVCache:
         """Store the new keys and values behind those of the earlier forwards; returns views of all S."""
         stored = self._layers[layer]
         if stored is None:
-            stored = tuple(x.new_empty(*x.shape[:2], self.capacity, x.shape[-1]) for x in (k_BHTD, v_BHTE))
+            stored = self._room(k_BHTD), self._room(v_BHTE)
             self._layers[layer] = stored
         end = self.length + k_BHTD.shape[2]
         assert end <= self.capacity, f"cache holds {self.capacity} tokens, {end} asked"
         for room, new in zip(stored, (k_BHTD, v_BHTE), strict=True):
             room[:, :, self.length : end] = new
         return stored[0][:, :, :end], stored[1][:, :, :end]
+
+    def _room(self, x_BHTD: Tensor) -> Tensor:
+        B, H, _, D = x_BHTD.shape
+        return x_BHTD.new_empty(B, H, self.capacity, D)

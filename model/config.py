@@ -69,7 +69,9 @@ def nearest(wrong: str, valid: Iterable[str]) -> str:
     valid = sorted(valid)
     by_leaf = {name.rsplit(".", 1)[-1]: name for name in valid}
     match = difflib.get_close_matches(wrong, valid, 1, 0.6)
-    match = match or [by_leaf[m] for m in difflib.get_close_matches(wrong.rsplit(".", 1)[-1], by_leaf, 1, 0.6)]
+    match = match or [
+        by_leaf[m] for m in difflib.get_close_matches(wrong.rsplit(".", 1)[-1], by_leaf, 1, 0.6)
+    ]
     return f"; did you mean {match[0]}?" if match else f"; valid: {', '.join(valid)}"
 
 
@@ -102,7 +104,9 @@ def _sentence(schema: type[BaseModel], error: ValidationError, prefix: str) -> s
         return f"{key}: missing; give {key}=<value>"
     if first["type"] == "value_error":  # our own validators already write whole sentences
         return str(first["ctx"]["error"])
-    wanted = first["msg"].removeprefix("Input should be ").removesuffix(", unable to parse string as a number")
+    wanted = (
+        first["msg"].removeprefix("Input should be ").removesuffix(", unable to parse string as a number")
+    )
     return f"{key}={first['input']}: expected {wanted}"
 
 

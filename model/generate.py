@@ -38,7 +38,9 @@ def pick(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     if sampling.temperature < GREEDY_BELOW:
         return int(logits_V.argmax())
     # a full sort with exact ties by id, so that k tokens are k tokens
-    sorted_V, order_V = torch.sort(logits_V.double().cpu() / sampling.temperature, descending=True, stable=True)
+    sorted_V, order_V = torch.sort(
+        logits_V.double().cpu() / sampling.temperature, descending=True, stable=True
+    )
     if sampling.top_k:
         sorted_V = sorted_V[: sampling.top_k]
     mass_V = sorted_V.softmax(0)
@@ -93,7 +95,8 @@ def generate(
                 cache, start, seen = KVCache(model.config.n_layer, horizon), begin, begin
             ids_BT = torch.tensor([text[seen:length] for text in texts], device=device)
             logits_BV = model(ids_BT, cache if sampling.cache else None, horizon)[:, -1]
-            seen, new = length, []
+            seen = length
+            new: list[int | None] = []
             for row, text in enumerate(texts):
                 if length < len(prompts[row]):
                     new.append(None)
@@ -115,10 +118,14 @@ def generate(
 def _check_prompts(model: GPT, prompts: list[list[int]], sampling: Sampling) -> None:
     for prompt in prompts:
         if not prompt:
-            raise UserError("prompt: no token; give some text, or start from end-of-text with an empty prompt=")
+            raise UserError(
+                "prompt: no token; give some text, or start from end-of-text with an empty prompt="
+            )
         wrong = [token for token in prompt if not 0 <= token < model.vocab_size]
         if wrong:
-            raise UserError(f"prompt: token id {wrong[0]} is not in the vocabulary, 0 to {model.vocab_size - 1}")
+            raise UserError(
+                f"prompt: token id {wrong[0]} is not in the vocabulary, 0 to {model.vocab_size - 1}"
+            )
     limit = model.position.max_length
     total = max(map(len, prompts)) + sampling.max_new_tokens
     if sampling.overflow == "extend" and limit is not None and total > limit:

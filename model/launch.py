@@ -12,6 +12,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -60,7 +61,10 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     if multirun and rows:
         print_table(rows)
     if failed and multirun:
-        print(f"error: {len(failed)} of {len(failed) + len(rows)} jobs failed: {'; '.join(failed)}", file=sys.stderr)
+        print(
+            f"error: {len(failed)} of {len(failed) + len(rows)} jobs failed: {'; '.join(failed)}",
+            file=sys.stderr,
+        )
     if failed:
         sys.exit(max(failed.values()))
 
@@ -74,7 +78,7 @@ def overridden() -> list[str]:
 def sweep() -> tuple[str | None, list[str]]:
     """The name of the multirun that this job belongs to, and its overrides; (None, []) outside one."""
     config = HydraConfig.get()
-    if config.job.get("num") is None or str(config.mode) != "RunMode.MULTIRUN":
+    if config.mode != RunMode.MULTIRUN:
         return None, []
     return f"sweep_{Path(config.sweep.dir).name}", list(config.overrides.task)
 

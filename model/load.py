@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from data import tokenizer
+from model.config import UserError
 from model.gpt import GPT
 from model.position import build
 from model.training import checkpoint, run_dir
@@ -29,6 +30,8 @@ def load_run(path: Path, which: Literal["last", "best"] = "last") -> tuple[RunCo
     config = run_dir.load_config(path)
     best = path / "checkpoints" / "best.pt"
     state = checkpoint.read(best) if which == "best" else checkpoint.read_newest(path, say=print)
+    if state is None:
+        raise UserError(f"{path}: holds no checkpoint yet; train it on with: python train.py resume={path}")
     model = build_model(config)
     checkpoint.load_weights(model, state, path)
     return config, model.eval()

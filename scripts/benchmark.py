@@ -165,7 +165,12 @@ def decode_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> V
 
     def decode(cache: bool) -> Callable[[], None]:
         sampling = Sampling(max_new_tokens=new, temperature=0, cache=cache)
-        return lambda: [None for _ in generate(model, [prompt], sampling)] and None
+
+        def run() -> None:
+            for _ in generate(model, [prompt], sampling):
+                pass
+
+        return run
 
     return {"cache": decode(True), "no cache": decode(False)}, "tokens/s", new
 

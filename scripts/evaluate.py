@@ -30,7 +30,9 @@ class EvaluateConfig(Strict):
 def main(values: dict[str, Any]) -> None:
     config = validate(EvaluateConfig, values)
     if not re.fullmatch(r"[\w.-]+", config.name):
-        raise UserError(f"name={config.name}: names a file in the run; expected letters, digits, '-', '_' and '.'")
+        raise UserError(
+            f"name={config.name}: names a file in the run; expected letters, digits, '-', '_' and '.'"
+        )
     runs = [config.run] if isinstance(config.run, str) else config.run
     rows = [row for run in runs for row in evaluate_run(Path(run).expanduser(), config)]
     launch.print_table(rows, title=f"{config.split}, non-overlapping windows, every token scored once")
@@ -62,7 +64,9 @@ def evaluate_run(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
 
         def progress(done: int, total: int, length: int = length) -> None:
             if sys.stderr.isatty():
-                print(f"\r{path.name} at {length}: {done / total:4.0%}", end="\r", file=sys.stderr, flush=True)
+                print(
+                    f"\r{path.name} at {length}: {done / total:4.0%}", end="\r", file=sys.stderr, flush=True
+                )
 
         score = evaluate(
             model,

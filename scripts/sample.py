@@ -65,7 +65,11 @@ def main(values: dict[str, Any]) -> None:
     show(texts[0] + ("" if live else " "))
     # the first row streams; a terminal has one cursor, so the others are shown when all are done
     steps = generate(
-        model, [prompts[i] for i, _ in rows], sampling, end_of_text, [sampling.seed + offset for _, offset in rows]
+        model,
+        [prompts[i] for i, _ in rows],
+        sampling,
+        end_of_text,
+        [sampling.seed + offset for _, offset in rows],
     )
     for step in steps:
         for tokens, token in zip(new, step, strict=True):

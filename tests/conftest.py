@@ -23,7 +23,9 @@ from model.training import run_dir
 from model.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-POSITIONS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/position").glob("*.yaml"))}
+POSITIONS = {
+    path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/position").glob("*.yaml"))
+}
 CONTEXT = 32
 VOCAB = 257
 
@@ -53,7 +55,9 @@ def encoding(name: str, dims: Dims | None = None, **arguments: Any) -> PositionE
     return build(POSITIONS[name] | arguments, dims or tiny_config().dims)
 
 
-def write_shards(folder: Path, train: Any, val: Any, tokenizer: str = "bytes", vocab_size: int = VOCAB) -> Path:
+def write_shards(
+    folder: Path, train: Any, val: Any, tokenizer: str = "bytes", vocab_size: int = VOCAB
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for split, tokens in {"train": train, "val": val}.items():
         write_shard(

@@ -147,7 +147,9 @@ def test_prepared_bytes_do_not_depend_on_locale(tmp_path: Path) -> None:
     sums = set()
     for i, locale in enumerate(("C", "C.UTF-8")):
         out = tmp_path / str(i)
-        subprocess.run([sys.executable, "-c", code, out], check=True, cwd=ROOT, env=os.environ | {"LC_ALL": locale})
+        subprocess.run(
+            [sys.executable, "-c", code, out], check=True, cwd=ROOT, env=os.environ | {"LC_ALL": locale}
+        )
         sums.add(hashlib.sha256((out / "train-00000.bin").read_bytes()).hexdigest())
     assert len(sums) == 1
 
@@ -170,7 +172,9 @@ def test_id_outside_the_vocabulary_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("damage", ["empty", "one byte short", "half", "header cut", "garbage header", "a folder"])
+@pytest.mark.parametrize(
+    "damage", ["empty", "one byte short", "half", "header cut", "garbage header", "a folder"]
+)
 def test_damaged_shard_is_refused_naming_the_file(tmp_path: Path, damage: str) -> None:
     path = write_shards(tmp_path / "s", RAMP, RAMP) / "train-00000.bin"
     content = path.read_bytes()
@@ -214,7 +218,9 @@ def test_raw_shard_that_is_no_uint16_is_refused(tmp_path: Path, content: bytes) 
 
 def test_stream_reads_across_shards(tmp_path: Path) -> None:
     for i, part in enumerate((RAMP[:700], RAMP[700:701], RAMP[701:])):
-        write_shard(tmp_path / f"train-0000{i}.bin", [part], tokenizer="bytes", tokenizer_hash="h", vocab_size=257)
+        write_shard(
+            tmp_path / f"train-0000{i}.bin", [part], tokenizer="bytes", tokenizer_hash="h", vocab_size=257
+        )
     stream = TokenStream(tmp_path, "train")
     assert stream.read(690, 20).tolist() == RAMP[690:710].tolist()
     assert stream.read(0, len(stream)).tolist() == RAMP.tolist()
@@ -235,7 +241,9 @@ def test_other_tokenizer_and_ids_above_the_vocabulary_are_refused(tmp_path: Path
 
 
 @pytest.mark.parametrize(("n_tokens", "starts"), [(33, {0}), (34, {0, 1}), (40, set(range(8)))])
-def test_every_start_occurs_and_targets_are_inputs_shifted(tmp_path: Path, n_tokens: int, starts: set[int]) -> None:
+def test_every_start_occurs_and_targets_are_inputs_shifted(
+    tmp_path: Path, n_tokens: int, starts: set[int]
+) -> None:
     stream = TokenStream(write_shards(tmp_path / "s", RAMP[:n_tokens], RAMP), "train")
     stream.check_fits("bytes", CONTEXT)
     loader = TrainLoader(stream, CONTEXT, 4, seed=0)

@@ -50,7 +50,9 @@ def save(run_dir: Path, step: int, state: dict[str, Any], keep: int, is_best: bo
         for old in newest_first(run_dir)[keep:]:
             old.unlink()
     except OSError as error:
-        raise UserError(f"{path}: cannot write the checkpoint ({error}); earlier checkpoints are intact") from None
+        raise UserError(
+            f"{path}: cannot write the checkpoint ({error}); earlier checkpoints are intact"
+        ) from None
     return path
 
 
@@ -113,7 +115,9 @@ def load_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
 
 def check_same_data(state: dict[str, Any], data: dict[str, str], run_dir: Path) -> None:
     """Raises UserError unless the shards are those that the checkpoint was trained on."""
-    changed = [split for split, fingerprint in data.items() if state.get("data", {}).get(split) != fingerprint]
+    changed = [
+        split for split, fingerprint in data.items() if state.get("data", {}).get(split) != fingerprint
+    ]
     if changed:
         raise UserError(
             f"{run_dir}: its {' and '.join(changed)} shards have changed since it was trained; "

@@ -79,7 +79,7 @@ class LoggerConfig(Strict):
     mode: Literal["auto", "online", "offline", "disabled"]
     project: str
     group: str | None = None
-    tags: list[str] = []
+    tags: list[str]
 
 
 class RunConfig(Strict):

@@ -21,7 +21,9 @@ def pick_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).split("\n")[0]
-        raise UserError(f"train.device={name}: not available ({reason}); give auto, cpu, cuda or mps") from None
+        raise UserError(
+            f"train.device={name}: not available ({reason}); give auto, cpu, cuda or mps"
+        ) from None
     return device
 
 

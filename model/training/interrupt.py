@@ -26,7 +26,9 @@ class Interrupt:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
         name = signal.Signals(number).name
-        print(f"\n{name}: saving at the next step boundary; again to quit at once", file=sys.stderr, flush=True)
+        print(
+            f"\n{name}: saving at the next step boundary; again to quit at once", file=sys.stderr, flush=True
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -16,7 +16,14 @@ from data.shards import write_atomically
 from model.training.config import LoggerConfig
 
 # peak dense bf16 FLOP/s by a part of the device's name, from NVIDIA's data sheets
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 
 
 def mfu(flops_per_second: float, device: torch.device) -> dict[str, float]:
@@ -51,9 +58,7 @@ class JsonLines:
 class Wandb:
     """One W&B run. Any failure of W&B is said once, and everything goes on without it."""
 
-    def __init__(
-        self, config: LoggerConfig, run_dir: Path, run_id: str, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, config: LoggerConfig, run_dir: Path, run_id: str, settings: dict[str, Any]) -> None:
         self._run: Any = None
         if config.mode == "disabled":
             return

@@ -29,7 +29,10 @@ SECONDS_BETWEEN_LINES = 10  # where there is no terminal to keep a live line on
 
 def started(path: Path, model: GPT, device: torch.device, precision: partial[torch.autocast]) -> None:
     kind = "bf16" if precision.keywords["enabled"] else "fp32"
-    print(f"Training {model.parameter_count():,} parameters on {device.type} in {kind}; run directory {path}", flush=True)
+    print(
+        f"Training {model.parameter_count():,} parameters on {device.type} in {kind}; run directory {path}",
+        flush=True,
+    )
 
 
 class Progress:
@@ -49,7 +52,12 @@ class Progress:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, completed=first_step, text="")
-        self._steps, self._first, self._began, self._said = steps, first_step, time.monotonic(), time.monotonic()
+        self._steps, self._first, self._began, self._said = (
+            steps,
+            first_step,
+            time.monotonic(),
+            time.monotonic(),
+        )
         self._text = ""
 
     def __enter__(self) -> Progress:

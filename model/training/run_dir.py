@@ -20,8 +20,17 @@ from model.config import UserError, flat_keys, validate
 from model.training.config import RunConfig
 
 # what may differ between a run and its continuation; all else would make it another experiment
-CHANGEABLE = ("train.steps", "train.eval_interval", "train.eval_tokens", "train.save_interval", "train.keep")
-CHANGEABLE += ("train.log_interval", "train.device", "train.compile", "logger.")
+CHANGEABLE: tuple[str, ...] = (
+    "train.steps",
+    "train.eval_interval",
+    "train.eval_tokens",
+    "train.save_interval",
+    "train.keep",
+    "train.log_interval",
+    "train.device",
+    "train.compile",
+    "logger.",
+)
 
 
 def create(config: RunConfig) -> Path:
@@ -35,7 +44,9 @@ def create(config: RunConfig) -> Path:
         if any(entry.name != ".lock" for entry in path.iterdir()):
             known = (path / "config.yaml").exists()
             advice = f"continue it with resume={path} or " if known else ""
-            raise UserError(f"run_dir={path}: already holds {'a run' if known else 'files'}; {advice}give another run_dir")
+            raise UserError(
+                f"run_dir={path}: already holds {'a run' if known else 'files'}; {advice}give another run_dir"
+            )
         return path
     stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.name}"
     for attempt in range(1, 1000):
@@ -153,7 +164,12 @@ def environment() -> dict[str, str]:
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = ""
-    return {"git": commit or "unknown", "python": platform.python_version(), "machine": platform.machine(), **packages}
+    return {
+        "git": commit or "unknown",
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **packages,
+    }
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

@@ -50,7 +50,13 @@ def check_decode_equals_forward(model: GPT, length: int = CONTEXT, tolerance: fl
     ids = torch.randint(VOCAB, (2, length))
     with torch.no_grad():
         full = model(ids, horizon=length)
-        for sizes in ([1] * length, [7] * length, [length], [length // 2, 1, 3, 1] + [1, 2] * length, [3, 4] + [1] * length):
+        for sizes in (
+            [1] * length,
+            [7] * length,
+            [length],
+            [length // 2, 1, 3, 1] + [1, 2] * length,
+            [3, 4] + [1] * length,
+        ):
             cache, parts, start = KVCache(model.config.n_layer, length), [], 0
             for size in sizes:
                 if start < length:
@@ -91,7 +97,9 @@ def check_matches_oracle(model: GPT, name: str, **options: Any) -> None:
         scores = oracle_scores(name, q[0], k[0], **options)
         future = torch.ones(T, T, dtype=torch.bool).triu(1)
         expected = scores.masked_fill(future, -math.inf).softmax(-1) @ v[0].double()
-        torch.testing.assert_close(attention_output(model, q, k, v)[0].double(), expected, atol=3e-5, rtol=3e-5)
+        torch.testing.assert_close(
+            attention_output(model, q, k, v)[0].double(), expected, atol=3e-5, rtol=3e-5
+        )
 
 
 def check_shift_invariant(model: GPT) -> None:
@@ -126,6 +134,8 @@ def check_angles_are_fp32(model: GPT) -> None:
     q = torch.zeros(1, model.config.n_head, T, D, dtype=torch.bfloat16)
     q[..., : D // 2] = 1.0  # the first of each pair, in the half layout
     rotated, _ = position.encode_qk(q, q, position.prepare(span(T)))
-    angles = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angles = torch.arange(T, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -torch.arange(0, D, 2, dtype=torch.float64) / D
+    )
     expected = torch.cat((angles.cos(), angles.sin()), -1)
     assert (rotated[0, 0].double() - expected).abs().max() < 4e-3

@@ -26,7 +26,9 @@ Patch = pytest.MonkeyPatch
 def test_layouts_mixed(monkeypatch: Patch) -> None:
     right = model.position.rotary.rotate
     monkeypatch.setattr(
-        model.position.rotary, "rotate", lambda x, c, s, layout: right(x, c, s, "interleaved" if layout == "half" else "half")
+        model.position.rotary,
+        "rotate",
+        lambda x, c, s, layout: right(x, c, s, "interleaved" if layout == "half" else "half"),
     )
     with pytest.raises(AssertionError):
         checks.check_matches_oracle(tiny_gpt(POSITIONS["rope"]), "rope")
@@ -34,7 +36,9 @@ def test_layouts_mixed(monkeypatch: Patch) -> None:
 
 def test_layout_of_queries_differs_from_that_of_keys(monkeypatch: Patch) -> None:
     def mixed(self: Rotary, q: Any, k: Any, state: Any) -> Any:
-        return tuple(model.position.rotary.rotate(x, *state, layout) for x, layout in ((q, "half"), (k, "interleaved")))
+        return tuple(
+            model.position.rotary.rotate(x, *state, layout) for x, layout in ((q, "half"), (k, "interleaved"))
+        )
 
     monkeypatch.setattr(Rotary, "encode_qk", mixed)
     with pytest.raises(AssertionError):
@@ -46,7 +50,9 @@ def test_values_rotated(monkeypatch: Patch) -> None:
     right = model.kernels.attend
 
     def rotating(q: Any, k: Any, v: Any, **options: Any) -> Any:
-        return right(q, k, gpt.position.encode_qk(v, v, gpt.position.prepare(checks.span(v.shape[2])))[0], **options)
+        return right(
+            q, k, gpt.position.encode_qk(v, v, gpt.position.prepare(checks.span(v.shape[2])))[0], **options
+        )
 
     monkeypatch.setattr(model.kernels, "attend", rotating)
     with pytest.raises(AssertionError):
@@ -128,6 +134,8 @@ def test_angles_in_bf16(monkeypatch: Patch, where: str) -> None:
 
 def test_attention_sees_the_future(monkeypatch: Patch) -> None:
     right = model.attention.attend
-    monkeypatch.setattr(model.attention, "attend", lambda *args, **options: right(*args, **(options | {"causal": False})))
+    monkeypatch.setattr(
+        model.attention, "attend", lambda *args, **options: right(*args, **(options | {"causal": False}))
+    )
     with pytest.raises(AssertionError):
         checks.check_no_leak(tiny_gpt(POSITIONS["none"]))

@@ -152,7 +152,10 @@ def test_rope_score_depends_on_distance_alone_and_norms_are_kept(layout: Layout)
     angles = torch.arange(200, dtype=torch.float64)[:, None] * inverse_frequencies(16, 10000.0)
     cos, sin = angles.cos(), angles.sin()
     q, k = torch.randn(2, 16, dtype=torch.float64)
-    rotated_q, rotated_k = rotate(q.expand(200, 16), cos, sin, layout), rotate(k.expand(200, 16), cos, sin, layout)
+    rotated_q, rotated_k = (
+        rotate(q.expand(200, 16), cos, sin, layout),
+        rotate(k.expand(200, 16), cos, sin, layout),
+    )
     torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm().expand(200))
     scores = rotated_q @ rotated_k.T
     for distance in (0, 3, 50):
@@ -173,11 +176,17 @@ def test_rope_half_layout_equals_transformers_llama() -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128))
+    theirs = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128)
+    )
     q, k = torch.randn(2, 2, 4, 100, 16)
     cos, sin = theirs(q, torch.arange(100)[None])
     ours = encoding("rope", Dims(n_embd=64, n_head=4, head_dim=16, context_length=128), layout="half")
-    for a, b in zip(ours.encode_qk(q, k, ours.prepare(checks.span(100))), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+    for a, b in zip(
+        ours.encode_qk(q, k, ours.prepare(checks.span(100))),
+        apply_rotary_pos_emb(q, k, cos, sin),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-5)
 
 
@@ -193,7 +202,9 @@ def test_rope_interleaved_layout_equals_transformers_gptj() -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [("interleaved", "half"), ("half", "interleaved")])
-def test_converted_projections_give_the_same_scores_in_the_other_layout(source: Layout, target: Layout) -> None:
+def test_converted_projections_give_the_same_scores_in_the_other_layout(
+    source: Layout, target: Layout
+) -> None:
     model = tiny_gpt(ROPE | {"layout": source}, bias=True)
     other = tiny_gpt(ROPE | {"layout": target}, bias=True)
     other.load_state_dict(model.state_dict())
@@ -249,7 +260,9 @@ def test_alibi_equals_transformers_bloom(n_head: int) -> None:
 
 def alibi_bias(n_head: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     """The bias (H, T, S) that the features make, in float64: zero content, so the scores are the bias."""
-    position = encoding("alibi", Dims(n_embd=64 * n_head, n_head=n_head, head_dim=64, context_length=64)).to(dtype)
+    position = encoding("alibi", Dims(n_embd=64 * n_head, n_head=n_head, head_dim=64, context_length=64)).to(
+        dtype
+    )
     zeros = torch.zeros(1, n_head, length, 64, dtype=dtype)
     q, k = position.encode_qk(zeros, zeros, position.prepare(checks.span(length)))
     return (q.double() @ k.double().transpose(-1, -2))[0] / 8
@@ -298,5 +311,7 @@ def test_per_layer_with_an_unknown_kind_is_refused() -> None:
 
 def test_per_layer_with_learned_keeps_its_limit() -> None:
     kinds = {"learned": POSITIONS["learned"], "rope": ROPE}
-    mixed = build(POSITIONS["rope_nope"] | {"pattern": ["learned", "rope"], "kinds": kinds}, tiny_config().dims)
+    mixed = build(
+        POSITIONS["rope_nope"] | {"pattern": ["learned", "rope"], "kinds": kinds}, tiny_config().dims
+    )
     assert mixed.max_length == CONTEXT
