@@ -20,6 +20,8 @@ from model.training.config import RunConfig
 
 def main(values: dict[str, Any]) -> dict[str, Any]:
     """Validate the configuration, settle on a run directory, and train in it."""
+    from model.load import check_buildable
+
     if values["resume"]:
         path = Path(values["resume"]).expanduser()
         stored = run_dir.load_config(path)
@@ -30,6 +32,7 @@ def main(values: dict[str, Any]) -> dict[str, Any]:
         logger = values["logger"]
         values["logger"] = logger | {"group": logger["group"] or group, "tags": [*logger["tags"], *tags]}
         config, path = validate(RunConfig, values), None
+    check_buildable(config)
     folder = prepare(config.data, config.tokenizer.name)
     streams = {split: TokenStream(folder, split) for split in ("train", "val")}
     for stream in streams.values():

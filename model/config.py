@@ -67,11 +67,10 @@ class GPTConfig(Strict):
 def nearest(wrong: str, valid: Iterable[str]) -> str:
     """The valid name closest to a mistyped one, as '; did you mean X?', else '; valid: ...'."""
     valid = sorted(valid)
+    # by the last part first: a shared prefix makes any two names look alike
     by_leaf = {name.rsplit(".", 1)[-1]: name for name in valid}
-    match = difflib.get_close_matches(wrong, valid, 1, 0.6)
-    match = match or [
-        by_leaf[m] for m in difflib.get_close_matches(wrong.rsplit(".", 1)[-1], by_leaf, 1, 0.6)
-    ]
+    match = [by_leaf[m] for m in difflib.get_close_matches(wrong.rsplit(".", 1)[-1], by_leaf, 1, 0.6)]
+    match = match or difflib.get_close_matches(wrong, valid, 1, 0.8)
     return f"; did you mean {match[0]}?" if match else f"; valid: {', '.join(valid)}"
 
 

@@ -41,7 +41,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         if multirun:
             print(f"\n[job {HydraConfig.get().job.num}] {label}", flush=True)
         try:
-            values = OmegaConf.to_container(cfg, resolve=True)
+            values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(values, dict)
             row = task({str(key): value for key, value in values.items()})
         except (UserError, RunFailed, OmegaConfBaseException) as error:
@@ -103,7 +103,8 @@ def _cell(value: Any) -> str:
 
 def _quoted(argument: str, multirun: bool) -> str:
     key, equals, value = argument.partition("=")
-    looks_structured = value[:1] in {"[", "'", '"'} or "${" in value or (multirun and "," in value)
+    is_sweep = multirun and "," in value and not Path(value).exists()
+    looks_structured = value[:1] in {"[", "'", '"'} or "${" in value or is_sweep
     if not equals or key.lstrip("+") not in FREE_TEXT or looks_structured or value in {"", "null"}:
         return argument
     # in Hydra's grammar a backslash escapes a quote, and itself only in front of one

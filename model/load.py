@@ -13,6 +13,7 @@ from model.gpt import GPT
 from model.position import build
 from model.training import checkpoint, run_dir
 from model.training.config import RunConfig
+from model.training.device import pick_device
 
 
 def build_model(config: RunConfig) -> GPT:
@@ -20,6 +21,13 @@ def build_model(config: RunConfig) -> GPT:
     torch.manual_seed(config.seed)
     position = build(config.position, config.model.dims)
     return GPT(config.model, tokenizer.vocab_size(config.tokenizer.name), position)
+
+
+def check_buildable(config: RunConfig) -> None:
+    """Raises UserError when position or device would fail later, without computing or writing anything."""
+    with torch.device("meta"):
+        build(config.position, config.model.dims)
+    pick_device(config.train.device)
 
 
 def load_run(path: Path, which: Literal["last", "best"] = "last") -> tuple[RunConfig, GPT]:
