@@ -378,7 +378,9 @@ def test_broken_wandb_is_said_once_and_training_is_the_same(place: Path, trouble
         environment["WANDB_MODE"] = "nonsense"
     elif trouble == "log raises":
         (broken / "sitecustomize.py").write_text(
-            "import wandb\ndef log(self, *a, **k): raise RuntimeError('log is broken')\nwandb.sdk.wandb_run.Run.log = log\n"
+            "import wandb\n"
+            "def log(self, *a, **k): raise RuntimeError('log is broken')\n"
+            "wandb.sdk.wandb_run.Run.log = log\n"
         )
     else:
         (place / "runs2").mkdir()
