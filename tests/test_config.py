@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from data import tokenizer
 from model.config import UserError, nearest
@@ -70,3 +74,17 @@ def test_same_seed_builds_the_same_model_and_another_seed_another() -> None:
 def test_infinite_and_missing_values_are_refused() -> None:
     with pytest.raises(UserError, match="optim.lr=inf: expected a finite number"):
         compose_config("optim.lr=inf")
+
+
+@pytest.mark.parametrize("command", ["config", "sample", "evaluate", "plot", "benchmark", "prepare"])
+def test_defaults_in_the_help_are_the_real_ones(command: str) -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose(command, overrides=["name=test"] if command == "config" else [])
+    template = yaml.safe_load((ROOT / f"conf/{command}.yaml").read_text())["hydra"]["help"]["template"]
+    keys = template[template.index("eys (key=value") :]
+    shown = re.findall(r"([\w.]+)=([\w./-]+|\"\")(?=\s|$)", keys)
+    assert len(shown) >= 2
+    for key, value in shown:
+        if not OmegaConf.is_missing(cfg, key):
+            actual = OmegaConf.select(cfg, key)
+            assert actual == (float(value) if isinstance(actual, float) else yaml.safe_load(value)), key

@@ -27,7 +27,7 @@ class OptimConfig(Strict):
 
     name: Literal["adamw", "muon"]
     lr: Positive
-    muon_lr: Positive = 0.02
+    muon_lr: Positive
     weight_decay: NonNegative
     betas: tuple[Fraction, Fraction]
     grad_clip: NonNegative
