@@ -37,8 +37,8 @@ def main(values: dict[str, Any]) -> dict[str, Any]:
     streams = {split: TokenStream(folder, split) for split in ("train", "val")}
     for stream in streams.values():
         stream.check_fits(config.tokenizer.name, config.model.context_length)
-    path = path or run_dir.create(config)
-    with run_dir.lock(path):
+    path, lock = (path, run_dir.lock(path)) if path else run_dir.create(config)
+    with lock:
         return train(config, path, streams["train"], streams["val"])
 
 
@@ -85,82 +85,86 @@ def train(
     loader = TrainLoader(train_stream, length, batch_size, config.seed)
     step_tokens = batch_size * length
     step_flops = model.flops_per_token(length) * step_tokens
-    metrics = JsonLines(path / "metrics.jsonl", resumed_step=step)
-    wandb = Wandb(config.logger, path, run_id, config.model_dump(mode="json") | run_dir.environment())
     report.started(path, model, device, precision)
-    first, seconds = step, 0.0
+    first, seconds, stopping = step, 0.0, False
+    settings = config.model_dump(mode="json", exclude={"run_dir", "resume"}) | run_dir.environment()
 
-    with Interrupt() as interrupt, report.Progress(config.train.steps, step) as progress:
-        while step < config.train.steps and interrupt.signal is None:
-            began = time.perf_counter()
-            windows = torch.from_numpy(loader.batch(step)).to(device, non_blocking=True)
-            loss = 0.0
-            for micro_batch in windows.split(micro_batch_size):
-                with precision():
-                    # micro-batches are of one size, so the mean of their means is the mean over all tokens
-                    micro_loss = token_losses(model, micro_batch).mean() * len(micro_batch) / batch_size
-                micro_loss.backward()
-                loss += float(micro_loss.detach())
-            grad_norm = clip_gradients(model, config.optim.grad_clip)
-            if not math.isfinite(loss) or not math.isfinite(grad_norm):
-                raise RunFailed(
-                    f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; stopped before the update; "
-                    f"the checkpoints of {path} are finite; try again with lower optim.lr and optim.muon_lr"
-                )
-            factor = lr_factor(config.optim, step, config.train.steps)
-            optimizers.step(factor)
-            step += 1
-            step_seconds = time.perf_counter() - began
-            seconds += step_seconds
-            progress.step(step, loss, step_tokens / step_seconds)
+    with (
+        JsonLines(path / "metrics.jsonl", resumed_step=step) as metrics,
+        Wandb(config.logger, path, run_id, settings) as wandb,
+    ):
+        with Interrupt() as interrupt, report.Progress(config.train.steps, step) as progress:
+            while step < config.train.steps and not stopping:
+                began = time.perf_counter()
+                windows = torch.from_numpy(loader.batch(step)).to(device, non_blocking=True)
+                loss = 0.0
+                for micro_batch in windows.split(micro_batch_size):
+                    with precision():
+                        # micro-batches are of one size, so the mean of their means is the mean over all tokens
+                        micro_loss = token_losses(model, micro_batch).mean() * len(micro_batch) / batch_size
+                    micro_loss.backward()
+                    loss += float(micro_loss.detach())
+                grad_norm = clip_gradients(model, config.optim.grad_clip)
+                if not math.isfinite(loss) or not math.isfinite(grad_norm):
+                    raise RunFailed(
+                        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; stopped before the update; "
+                        f"the checkpoints of {path} are finite; try again with lower optim.lr and optim.muon_lr"
+                    )
+                factor = lr_factor(config.optim, step, config.train.steps)
+                optimizers.step(factor)
+                step += 1
+                step_seconds = time.perf_counter() - began
+                seconds += step_seconds
+                progress.step(step, loss, step_tokens / step_seconds)
 
-            last, val = step == config.train.steps, None
-            row: dict[str, Any] = {"step": step, "tokens": step * step_tokens}
-            if step == 1 or last or step % config.train.log_interval == 0:
-                row |= {
-                    "train/loss": loss,
-                    "optim/lr": config.optim.lr * factor,
-                    "optim/grad_norm": grad_norm,
-                }
-                row |= {"perf/tokens_per_s": step_tokens / step_seconds}
-                row |= mfu(step_flops / step_seconds, device)
-            if last or step % config.train.eval_interval == 0:
-                val = evaluate(
-                    model,
-                    val_stream,
-                    length,
-                    max_tokens=config.train.eval_tokens,
-                    autocast=precision,
-                    on_batch=progress.evaluating,
-                )
-                row |= val.metrics()
-                progress.say(step, loss, val)
-            if len(row) > 2:
-                metrics.write(row)
-                wandb.log(row)
-            if last or step % config.train.save_interval == 0 or interrupt.signal is not None:
-                is_best = val is not None and val.loss < best_loss
-                best_loss = val.loss if val is not None and is_best else best_loss
-                state = {
-                    "model": model.state_dict(),
-                    "optimizers": optimizers.state_dict(),
-                    "rng": checkpoint.get_rng(),
-                    "best_loss": best_loss,
-                    "data": data,
-                }
-                checkpoint.save(path, step, state, config.train.keep, is_best)
+                last, val = step == config.train.steps, None
+                # asked once a step, so that whenever a signal comes, what was said to be saved is
+                stopping = interrupt.signal is not None
+                row: dict[str, Any] = {"step": step, "tokens": step * step_tokens}
+                if step == 1 or last or step % config.train.log_interval == 0:
+                    row |= {
+                        "train/loss": loss,
+                        "optim/lr": config.optim.lr * factor,
+                        "optim/grad_norm": grad_norm,
+                    }
+                    row |= {"perf/tokens_per_s": step_tokens / step_seconds}
+                    row |= mfu(step_flops / step_seconds, device)
+                if last or step % config.train.eval_interval == 0:
+                    val = evaluate(
+                        model,
+                        val_stream,
+                        length,
+                        max_tokens=config.train.eval_tokens,
+                        autocast=precision,
+                        on_batch=progress.evaluating,
+                    )
+                    row |= val.metrics()
+                    progress.say(step, loss, val)
+                if len(row) > 2:
+                    metrics.write(row)
+                    wandb.log(row)
+                if last or step % config.train.save_interval == 0 or stopping:
+                    is_best = val is not None and val.loss < best_loss
+                    best_loss = val.loss if val is not None and is_best else best_loss
+                    state = {
+                        "model": model.state_dict(),
+                        "optimizers": optimizers.state_dict(),
+                        "rng": checkpoint.get_rng(),
+                        "best_loss": best_loss,
+                        "data": data,
+                    }
+                    checkpoint.save(path, step, state, config.train.keep, is_best)
 
-    if interrupt.signal is not None and step < config.train.steps:
-        wandb.finish({}, None)
-        print(f"Stopped at step {step}, saved. Continue with: python train.py resume={path}")
-        raise SystemExit(128 + interrupt.signal)
-    assert val is not None
-    sample = report.sample(model, config)
-    summary = {
-        "parameters": model.parameter_count(),
-        "perf/mean_tokens_per_s": step_tokens * (step - first) / seconds,
-    }
-    wandb.finish(val.metrics() | summary, sample)
+        if stopping and step < config.train.steps:
+            print(f"Stopped at step {step}, saved. Continue with: python train.py resume={path}")
+            raise SystemExit(128 + (interrupt.signal or 0))
+        assert val is not None
+        sample = report.sample(model, config)
+        summary = {
+            "parameters": model.parameter_count(),
+            "perf/mean_tokens_per_s": step_tokens * (step - first) / seconds,
+        }
+        wandb.conclude(val.metrics() | summary, sample)
     run_dir.write_json(path / "evaluation" / "val.json", val.as_dict() | {"step": step} | summary)
     report.finished(path, val, summary, sample)
     return {

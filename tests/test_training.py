@@ -344,7 +344,7 @@ def test_checkpoint_crc_covers_every_byte_of_the_weights(train_tiny: Train) -> N
 def test_run_directories_made_in_the_same_second_differ(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     config = compose_config()
-    paths = [run_dir.create(config) for _ in range(5)]
+    paths = [run_dir.create(config)[0] for _ in range(5)]
     assert len(set(paths)) == 5 and all(path.parent == Path("runs") for path in paths)
 
 

@@ -6,6 +6,7 @@ import json
 import netrc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -51,7 +52,10 @@ class JsonLines:
     def write(self, values: dict[str, Any]) -> None:
         self._file.write(json.dumps(values) + "\n")
 
-    def close(self) -> None:
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
@@ -63,58 +67,87 @@ class Wandb:
         if config.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
+        mode: Any = config.mode
+        if mode == "auto":
+            mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         try:
-            import wandb
-
-            self._wandb = wandb
-            mode = config.mode
-            if mode == "auto":
-                mode = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")  # type: ignore[assignment]
-            self._run = wandb.init(
-                project=config.project,
-                dir=run_dir.parent,
-                id=run_id,
-                name=run_dir.name,
-                config=settings,
-                group=config.group,
-                tags=config.tags,
-                mode=mode,  # type: ignore[arg-type]
-                resume="allow",
-                settings=wandb.Settings(init_timeout=10, console="off"),
+            self._start(mode, config, run_dir, run_id, settings)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # W&B raises its own kinds, pydantic's, and SystemExit
+            if mode != "online":
+                self._give_up(error)
+                return
+            print(
+                f"warning: W&B cannot be reached ({_first_line(error)}); this run is offline", file=sys.stderr
             )
-            self._run.define_metric("tokens")
-            self._run.define_metric("*", step_metric="tokens")
-        except BaseException as error:  # W&B raises its own, pydantic's, and SystemExit
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            self._give_up(error)
+            try:
+                self._wandb.teardown()  # its service still holds the run id
+                self._start("offline", config, run_dir, run_id, settings)
+            except Exception as second:
+                self._give_up(second)
+
+    def _start(
+        self, mode: Any, config: LoggerConfig, run_dir: Path, run_id: str, settings: dict[str, Any]
+    ) -> None:
+        import wandb
+
+        self._wandb = wandb
+        run = wandb.init(
+            project=config.project,
+            dir=run_dir.parent,
+            id=run_id,
+            name=run_dir.name,
+            config=settings,
+            group=config.group,
+            tags=config.tags,
+            mode=mode,
+            resume="allow",
+            reinit="finish_previous",
+            settings=wandb.Settings(init_timeout=10, console="off"),
+        )
+        run.define_metric("tokens")
+        run.define_metric("*", step_metric="tokens")
+        self._run = run
 
     def _give_up(self, error: BaseException) -> None:
         self._run = None
-        reason = str(error).strip().split("\n")[0][:200]
         print(
-            f"warning: W&B is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has every number",
+            f"warning: W&B is off for this run ({_first_line(error)}); metrics.jsonl has every number",
             file=sys.stderr,
         )
 
-    def log(self, values: dict[str, Any]) -> None:
+    def __enter__(self) -> Wandb:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._guarded(lambda: self._run.finish(exit_code=0 if kind is None else 1))
+
+    def _guarded(self, call: Callable[[], object]) -> None:
         if self._run is not None:
             try:
-                self._run.log(values, step=values["step"])
+                call()
             except Exception as error:
                 self._give_up(error)
 
-    def finish(self, summary: dict[str, Any], sample: tuple[str, str] | None) -> None:
-        """Write the summary and the final sample (prompt, text) and close the run."""
-        if self._run is not None:
-            try:
-                if sample is not None:
-                    table = self._wandb.Table(columns=["prompt", "text"], data=[list(sample)])
-                    self._run.log({"sample": table})
-                self._run.summary.update(summary)
-                self._run.finish()
-            except Exception as error:
-                self._give_up(error)
+    def log(self, values: dict[str, Any]) -> None:
+        """Log all metrics of one step; `values["step"]` must grow from call to call."""
+        self._guarded(lambda: self._run.log(values, step=values["step"]))
+
+    def conclude(self, summary: dict[str, Any], sample: tuple[str, str] | None) -> None:
+        """Add the summary and the final sample (prompt, text)."""
+
+        def write() -> None:
+            if sample is not None:
+                table = self._wandb.Table(columns=["prompt", "text"], data=[list(sample)])
+                self._run.log({"sample": table})
+            self._run.summary.update(summary)
+
+        self._guarded(write)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
 
 
 def _has_key() -> bool:

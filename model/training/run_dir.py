@@ -33,30 +33,40 @@ CHANGEABLE: tuple[str, ...] = (
 )
 
 
-def create(config: RunConfig) -> Path:
-    """A new directory for this run: `run_dir`, or runs/<date>_<time>_<name> made unique by a suffix.
+def create(config: RunConfig) -> tuple[Path, IO[str]]:
+    """A new, locked directory: `run_dir`, or runs/<date>_<time>_<name> made unique by a suffix.
 
-    Raises UserError when the given one is not empty or cannot be made.
+    Raises UserError when the given one is in use, not empty, or cannot be made.
     """
     if config.run_dir:
         path = Path(config.run_dir).expanduser()
         _mkdir(path, exist_ok=True)
-        if any(entry.name != ".lock" for entry in path.iterdir()):
-            known = (path / "config.yaml").exists()
-            advice = f"continue it with resume={path} or " if known else ""
-            raise UserError(
-                f"run_dir={path}: already holds {'a run' if known else 'files'}; {advice}give another run_dir"
-            )
-        return path
+        _refuse_used(path)
+        handle = lock(path)
+        try:
+            _refuse_used(path)  # another process may have come and gone since
+        except UserError:
+            handle.close()
+            raise
+        return path, handle
     stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{config.name}"
     for attempt in range(1, 1000):
         path = Path("runs") / (stem if attempt == 1 else f"{stem}_{attempt}")
         try:
             _mkdir(path, exist_ok=False)
-            return path
+            return path, lock(path)
         except FileExistsError:
             continue
     raise UserError(f"runs/{stem}: no free name left; give run_dir=")
+
+
+def _refuse_used(path: Path) -> None:
+    if any(entry.name != ".lock" for entry in path.iterdir()):
+        known = (path / "config.yaml").exists()
+        advice = f"continue it with resume={path} or " if known else ""
+        raise UserError(
+            f"run_dir={path}: already holds {'a run' if known else 'files'}; {advice}give another run_dir"
+        )
 
 
 def _mkdir(path: Path, exist_ok: bool) -> None:
