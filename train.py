@@ -6,6 +6,7 @@ Reading path: this file, then model/gpt.py, model/attention.py and model/positio
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from model.training.config import RunConfig
 
 def main(values: dict[str, Any]) -> dict[str, Any]:
     """Validate the configuration, settle on a run directory, and train in it."""
-    from model.load import check_buildable
-
-    if values["resume"]:
+    if values["resume"] is not None:
+        if not values["resume"] or values["run_dir"] is not None:
+            raise UserError("resume=<run_dir> takes a run directory, and goes on in it without run_dir=")
         path = Path(values["resume"]).expanduser()
         stored = run_dir.load_config(path)
         config, changes = run_dir.merge_for_resume(stored, values, launch.overridden())
@@ -32,6 +33,8 @@ def main(values: dict[str, Any]) -> dict[str, Any]:
         logger = values["logger"]
         values["logger"] = logger | {"group": logger["group"] or group, "tags": [*logger["tags"], *tags]}
         config, path = validate(RunConfig, values), None
+    from model.load import check_buildable  # torch, once the configuration is known to be right
+
     check_buildable(config)
     folder = prepare(config.data, config.tokenizer.name)
     streams = {split: TokenStream(folder, split) for split in ("train", "val")}
@@ -50,14 +53,14 @@ def train(
     import torch
 
     from model.evaluation.perplexity import evaluate, token_losses
-    from model.load import build_model
+    from model.load import build_model, identity
     from model.training import checkpoint, report
     from model.training.device import autocast, keep_freed_memory, pick_device
     from model.training.interrupt import Interrupt
     from model.training.metrics import JsonLines, Wandb, mfu
-    from model.training.optim import Optimizers, clip_gradients, lr_factor
+    from model.training.optim import Optimizers, clip_gradients, is_finite, lr_factor
 
-    device = pick_device(config.train.device)
+    device = pick_device(config.train.device, "train.device")
     if device.type == "cpu":
         keep_freed_memory()
     precision = autocast(device, config.train.precision)
@@ -67,8 +70,9 @@ def train(
     step, best_loss = 0, math.inf
     state = checkpoint.read_newest(path, print)
     if state is not None:
-        checkpoint.check_same_data(state, data, path)
+        checkpoint.check_same(state, "data", data, path)
         checkpoint.load_weights(model, state, path)
+        checkpoint.check_same(state, "config", identity(config), path)
         optimizers.load_state_dict(state["optimizers"])
         checkpoint.set_rng(state["rng"])
         step, best_loss = state["step"], state["best_loss"]
@@ -108,7 +112,7 @@ def train(
                 if not math.isfinite(loss) or not math.isfinite(grad_norm):
                     raise RunFailed(
                         f"step {step + 1}: loss {loss}, gradient norm {grad_norm}; stopped before the update; "
-                        f"the checkpoints of {path} are finite; try again with lower optim.lr and optim.muon_lr"
+                        f"earlier checkpoints of {path} are kept; try again with lower optim.lr and optim.muon_lr"
                     )
                 factor = lr_factor(config.optim, step, config.train.steps)
                 optimizers.step(factor)
@@ -129,22 +133,33 @@ def train(
                     }
                     row |= {"perf/tokens_per_s": step_tokens / step_seconds}
                     row |= mfu(step_flops / step_seconds, device)
-                if last or step % config.train.eval_interval == 0:
+                validating = last or step % config.train.eval_interval == 0
+                saving = last or stopping or step % config.train.save_interval == 0
+                if validating:
                     val = evaluate(
                         model,
                         val_stream,
                         length,
                         max_tokens=config.train.eval_tokens,
+                        batch_tokens=micro_batch_size * length,
                         autocast=precision,
                         on_batch=progress.evaluating,
                     )
+                if (validating or saving) and not (
+                    is_finite(model) and (val is None or math.isfinite(val.loss))
+                ):
+                    raise RunFailed(
+                        f"step {step}: the update left a model that is not finite; it was not saved, earlier "
+                        f"checkpoints of {path} are kept; try again with lower optim.lr and optim.muon_lr"
+                    )
+                if val is not None:
                     row |= val.metrics()
                     progress.say(step, loss, val)
                 if len(row) > 2:
                     metrics.write(row)
                     wandb.log(row)
-                if last or step % config.train.save_interval == 0 or stopping:
-                    is_best = val is not None and val.loss < best_loss
+                is_best = val is not None and val.loss < best_loss
+                if saving or is_best:
                     best_loss = val.loss if val is not None and is_best else best_loss
                     state = {
                         "model": model.state_dict(),
@@ -152,11 +167,14 @@ def train(
                         "rng": checkpoint.get_rng(),
                         "best_loss": best_loss,
                         "data": data,
+                        "config": identity(config),
                     }
                     checkpoint.save(path, step, state, config.train.keep, is_best)
 
         if stopping and step < config.train.steps:
-            print(f"Stopped at step {step}, saved. Continue with: python train.py resume={path}")
+            print(
+                f"Stopped at step {step}, saved. Continue with: python train.py resume={shlex.quote(str(path))}"
+            )
             raise SystemExit(128 + (interrupt.signal or 0))
         assert val is not None
         sample = report.sample(model, config)
@@ -166,7 +184,7 @@ def train(
         }
         wandb.conclude(val.metrics() | summary, sample)
     run_dir.write_json(path / "evaluation" / "val.json", val.as_dict() | {"step": step} | summary)
-    report.finished(path, val, summary, sample)
+    report.finished(path, step, val, summary, sample)
     return {
         "val loss": val.loss,
         "perplexity": val.perplexity,

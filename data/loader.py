@@ -90,8 +90,8 @@ class TrainLoader:
             batch_size,
             seed,
         )
-        self.n_offsets = min(context_length, len(stream) - context_length)
-        self.windows_per_epoch = (len(stream) - self.n_offsets) // context_length
+        self.windows_per_epoch = max((len(stream) - context_length) // context_length, 1)
+        self.n_offsets = len(stream) - self.windows_per_epoch * context_length
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
     def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:

@@ -26,7 +26,7 @@ def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] 
         return Path(str(config.path)).expanduser()
     name = sources.describe(config)
     folder = Path(config.out).expanduser() if config.out else Path("shards") / f"{name}-{tokenizer_name}"
-    if folder.exists():
+    if folder.is_dir() and any(folder.iterdir()):
         _check_made_from(folder, name, tokenizer_name)
         return folder
     say(f"Preparing {name} with tokenizer {tokenizer_name} in {folder}")

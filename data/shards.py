@@ -88,11 +88,14 @@ class Shard:
     offsets: np.ndarray  # (documents,) start of each document; empty when unknown
     max_id: int
     tokenizer: str | None
-    vocab_size: int | None
+    tokenizer_hash: str | None
     sha256: str
 
     def verify(self) -> None:
-        """Re-read every byte. Raises UserError when the checksum differs from the recorded one."""
+        """Re-read every byte. Raises UserError when the checksum differs from the recorded one.
+
+        A foreign file records none; there is nothing to compare it with.
+        """
         actual = hashlib.sha256(self.tokens.tobytes() + self.offsets.tobytes()).hexdigest()
         if self.tokenizer is not None and actual != self.sha256:
             raise UserError(
@@ -112,6 +115,10 @@ def open_shard(path: Path) -> Shard:
         raise UserError(
             f"{path}: not a readable shard ({error}); delete it and prepare the data again"
         ) from None
+    if (path.parent / "meta.json").exists():
+        raise UserError(
+            f"{path}: damaged, its first bytes are not a shard's; delete the folder and prepare it again"
+        )
     return _open_foreign(path, size)
 
 
@@ -130,7 +137,7 @@ def _open_own(path: Path, size: int, head: bytes, encoded: bytes) -> Shard:
         _map(path, np.dtype("<i8"), tokens_end, n_documents),
         int(header["max_id"]),
         str(header["tokenizer"]),
-        int(header["vocab_size"]),
+        str(header["tokenizer_hash"]),
         str(header["sha256"]),
     )
 
@@ -149,10 +156,12 @@ def _open_foreign(path: Path, size: int) -> Shard:
             f"{path}: {size:,} bytes is not a whole number of uint16 tokens; copy or prepare it again"
         )
     tokens = _map(path, np.dtype("<u2"), start, (size - start) // 2)
-    chunks = range(0, len(tokens), 1 << 24)
-    max_id = max(int(tokens[i : i + (1 << 24)].max()) for i in chunks)
-    ends = hashlib.sha256(tokens[: 1 << 20].tobytes() + tokens[-(1 << 20) :].tobytes())
-    return Shard(path, tokens, np.zeros(0, np.int64), max_id, None, None, f"{size}-{ends.hexdigest()[:16]}")
+    max_id, digest = 0, hashlib.sha256()
+    for i in range(0, len(tokens), 1 << 24):
+        chunk = tokens[i : i + (1 << 24)]
+        max_id = max(max_id, int(chunk.max()))
+        digest.update(chunk.tobytes())
+    return Shard(path, tokens, np.zeros(0, np.int64), max_id, None, None, digest.hexdigest())
 
 
 def _map(path: Path, dtype: np.dtype[Any], start: int, count: int) -> np.ndarray:

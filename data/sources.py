@@ -31,7 +31,11 @@ class DataConfig(Strict):
     prompt: str = ""
 
     @model_validator(mode="after")
-    def _path_given(self) -> DataConfig:
+    def _path_suits_source(self) -> DataConfig:
+        if self.source == "kjv" and self.path:
+            raise ValueError(
+                f"data.path={self.path}: data=kjv has no path; give data=text (or data=bin) with data.path={self.path}"
+            )
         if self.source != "kjv" and not self.path:
             what = {
                 "text": "a text file, a folder, or a glob",
@@ -54,8 +58,9 @@ def describe(config: DataConfig) -> str:
         return "kjv"
     digest = hashlib.sha256(f"{config.val_fraction}".encode())
     for file in _files(config):
-        digest.update(file.read_bytes())
-    return f"{Path(str(config.path).rstrip('*/')).stem}-{digest.hexdigest()[:8]}"
+        digest.update(hashlib.sha256(_read(file)).digest())
+    name = re.sub(r"[^\w-]+", "_", Path(str(config.path)).stem).strip("_")
+    return f"{name or 'text'}-{digest.hexdigest()[:8]}"
 
 
 def _kjv() -> Iterator[tuple[Split, str]]:
@@ -86,30 +91,59 @@ def _files(config: DataConfig) -> list[Path]:
     assert config.path is not None
     path = Path(config.path).expanduser()
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in {".txt", ".md"})
+        found = [p for p in path.rglob("*") if p.suffix in {".txt", ".md"} and p.is_file()]
+    elif path.is_file():
+        found = [path]
     else:
-        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
     if not found:
         raise UserError(
-            f"data.path={config.path}: no text file there; expected a file, a folder of .txt, or a glob"
+            f"data.path={config.path}: no text file there; expected a file, a folder of .txt and .md, or a glob"
         )
-    return found
+    return sorted(found)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file}: not readable ({error}); correct data.path") from None
 
 
 def _text(config: DataConfig) -> Iterator[tuple[Split, str]]:
-    """One document a file. The split goes by a hash of the content, so adding files moves none."""
-    files = _files(config)
-    for file in files:
+    """One document a file. The split goes by a hash of the content, so adding files moves none.
+
+    Where that leaves a side empty, as it may with few files, the end of the longest document is held out.
+    """
+    texts: list[str] = []
+    for file in _files(config):
         try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file}: not readable as UTF-8 text ({error})") from None
-        if len(files) == 1:
-            # a single file is cut once, at the paragraph or line nearest to the end of the training part
-            cut = int(len(text) * (1 - config.val_fraction))
-            cut = max(text.rfind("\n", 0, cut) + 1, 0) or cut
+            texts.append(_read(file).decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: not UTF-8 text ({error}); convert it first") from None
+    splits: list[tuple[Split, str]] = [
+        ("val" if _share(text) < config.val_fraction else "train", text) for text in texts if text
+    ]
+    if len({split for split, _ in splits}) == 2:
+        yield from splits
+        return
+    longest = max(range(len(texts)), key=lambda i: len(texts[i]))
+    for i, text in enumerate(texts):
+        if i == longest:
+            cut = _cut(text, config.val_fraction)
             yield "train", text[:cut]
             yield "val", text[cut:]
         elif text:
-            share = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-            yield "val" if share < config.val_fraction else "train", text
+            yield "train", text
+
+
+def _share(text: str) -> float:
+    """A number in [0, 1) that the content alone decides."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def _cut(text: str, val_fraction: float) -> int:
+    """Where the held-out end of a document begins: at a line end near its share, else right there."""
+    cut = int(len(text) * (1 - val_fraction))
+    line_end = text.rfind("\n", max(cut - len(text) // 20, 0), cut) + 1
+    return line_end or cut

@@ -5,9 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 
 class UserError(ValueError):
@@ -22,6 +32,14 @@ class Strict(BaseModel):
     """Unknown keys, wrong types, NaN and infinity are refused; instances never change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
+            raise PydanticCustomError("bool", "Input should be something other than true or false")
+        return value
 
 
 StrictModel = TypeVar("StrictModel", bound=Strict)
@@ -67,11 +85,16 @@ class GPTConfig(Strict):
 def nearest(wrong: str, valid: Iterable[str]) -> str:
     """The valid name closest to a mistyped one, as '; did you mean X?', else '; valid: ...'."""
     valid = sorted(valid)
-    # by the last part first: a shared prefix makes any two names look alike
-    by_leaf = {name.rsplit(".", 1)[-1]: name for name in valid}
-    match = [by_leaf[m] for m in difflib.get_close_matches(wrong.rsplit(".", 1)[-1], by_leaf, 1, 0.6)]
-    match = match or difflib.get_close_matches(wrong, valid, 1, 0.8)
-    return f"; did you mean {match[0]}?" if match else f"; valid: {', '.join(valid)}"
+    parent, _, leaf = wrong.rpartition(".")
+    siblings = [name for name in valid if name.rpartition(".")[0] == parent]
+    # by the last part, siblings first: a shared prefix would make any two names look alike
+    for names in (siblings, valid):
+        by_leaf = {name.rpartition(".")[2]: name for name in names}
+        match = [by_leaf[name] for name in difflib.get_close_matches(leaf, by_leaf, 1, 0.6)]
+        match = match or difflib.get_close_matches(wrong, names, 1, 0.8)
+        if match:
+            return f"; did you mean {match[0]}?"
+    return f"; valid: {', '.join(valid)}"
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str = "") -> list[str]:

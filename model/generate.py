@@ -39,7 +39,7 @@ def pick(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> in
         return int(logits_V.argmax())
     # a full sort with exact ties by id, so that k tokens are k tokens
     sorted_V, order_V = torch.sort(
-        logits_V.double().cpu() / sampling.temperature, descending=True, stable=True
+        logits_V.cpu().double() / sampling.temperature, descending=True, stable=True
     )
     if sampling.top_k:
         sorted_V = sorted_V[: sampling.top_k]

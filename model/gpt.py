@@ -77,11 +77,6 @@ class GPT(nn.Module):
         `horizon` is the length the sequence is planned to reach (default: the length it has now). Raises
         UserError when that exceeds what the encoding defines.
         """
-        logits_BTV: Tensor = F.linear(self.hidden(ids_BT, cache, horizon), self.embedding.weight)
-        return logits_BTV
-
-    def hidden(self, ids_BT: Tensor, cache: KVCache | None = None, horizon: int | None = None) -> Tensor:
-        """The final normed hidden states (B, T, C); arguments as in `forward`."""
         start, T = cache.length if cache else 0, ids_BT.shape[1]
         k_S = torch.arange(start + T, device=ids_BT.device)
         span = Span(q=k_S[start:], k=k_S, horizon=max(horizon or 0, start + T))
@@ -101,8 +96,7 @@ class GPT(nn.Module):
             x_BTC = block(x_BTC, encoding, states[encoding], cache)
         if cache is not None:
             cache.length += T
-        normed_BTC: Tensor = self.ln_f(x_BTC)
-        return normed_BTC
+        return F.linear(self.ln_f(x_BTC), self.embedding.weight)
 
     def parameter_count(self) -> int:
         """Trainable parameters, position tables included; the tied head counts once."""

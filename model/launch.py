@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -10,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +26,7 @@ from model.config import RunFailed, UserError, flat_keys, nearest
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # values that are free text, which Hydra's grammar would otherwise split at commas, equals signs and quotes
-FREE_TEXT = ("prompt", "run", "run_dir", "resume", "data.path", "data.out", "out")
+FREE_TEXT = ("prompt", "data.prompt", "run", "run_dir", "resume", "data.path", "data.out", "out")
 
 
 def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
@@ -31,12 +35,21 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     With -m, every job runs even when one fails; the rows that the tasks return are printed at the end.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise here instead of printing a traceback and exiting with 1
+    # threads that wait spin by default; on a core that another program wants, that slows training fivefold
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, it does not fail
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
+    given = [argument for argument in sys.argv[1:] if re.match(r"\w+=[\w-]+$", argument)]
     sys.argv[1:] = [_quoted(argument, multirun) for argument in sys.argv[1:]]
     rows: list[dict[str, Any]] = []
     failed: dict[str, int] = {}  # job to exit code
+    started = False
 
     def job(cfg: DictConfig) -> None:
+        nonlocal started
+        started = True
         label = " ".join(HydraConfig.get().overrides.task)
         if multirun:
             print(f"\n[job {HydraConfig.get().job.num}] {label}", flush=True)
@@ -44,9 +57,9 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
             values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(values, dict)
             row = task({str(key): value for key, value in values.items()})
-        except (UserError, RunFailed, OmegaConfBaseException) as error:
-            print(f"error: {_sentence(error, config_name)}", file=sys.stderr, flush=True)
-            failed[label] = 1 if isinstance(error, RunFailed) else 2
+        except (UserError, RunFailed, OmegaConfBaseException, OSError) as error:
+            print(f"error: {_sentence(error, config_name, given)}", file=sys.stderr, flush=True)
+            failed[label] = 1 if isinstance(error, RunFailed | OSError) else 2
             return
         if row:
             rows.append({"job": label, **row})
@@ -55,8 +68,10 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (HydraException, OmegaConfBaseException) as error:
-        print(f"error: {_sentence(error, config_name)}", file=sys.stderr)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        if started and not isinstance(error, HydraException | OmegaConfBaseException):
+            raise  # ours, not a mistake in what was typed
+        print(f"error: {_sentence(error, config_name, given)}", file=sys.stderr)
         sys.exit(2)
     if multirun and rows:
         print_table(rows)
@@ -103,27 +118,38 @@ def _cell(value: Any) -> str:
 
 def _quoted(argument: str, multirun: bool) -> str:
     key, equals, value = argument.partition("=")
-    is_sweep = multirun and "," in value and not Path(value).exists()
-    looks_structured = value[:1] in {"[", "'", '"'} or "${" in value or is_sweep
-    if not equals or key.lstrip("+") not in FREE_TEXT or looks_structured or value in {"", "null"}:
+    is_prompt = key.lstrip("+") in {"prompt", "data.prompt"}
+    if not equals or key.lstrip("+") not in FREE_TEXT or value in {"", "null"}:
         return argument
+    if multirun and "," in value and not Path(value).exists():
+        return argument  # a sweep
+    if value[0] in "['\"" and _parses(argument):
+        return argument  # a list or a quoted string, as Hydra writes them
+    if is_prompt:
+        value = value.replace("${", r"\${")
     # in Hydra's grammar a backslash escapes a quote, and itself only in front of one
     escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + r"\'", value)
     escaped = re.sub(r"(\\+)$", lambda m: m[1] * 2, escaped)
     return f"{key}='{escaped}'"
 
 
-def _sentence(error: Exception, config_name: str) -> str:
+def _parses(argument: str) -> bool:
+    try:
+        return not OverridesParser.create().parse_override(argument).is_sweep_override()
+    except HydraException:
+        return False
+
+
+def _sentence(error: Exception, config_name: str, given: list[str]) -> str:
     """What Hydra and OmegaConf say over several lines, as one sentence with the nearest valid name."""
     text = str(error)
     unknown = re.search(r"Could not override '([^']*)'", text)
     if unknown:
-        return f"{unknown[1]}: unknown key{nearest(unknown[1], _valid_keys(config_name))}"
+        return f"{unknown[1]}: unknown key{nearest(unknown[1], _valid_keys(config_name, given))}"
     group = re.search(r"Could not find '([^']*)/([^'/]*)'", text)
     if group:
-        name = group[1].split("/", 1)[-1] if group[1].startswith(("config/",)) else group[1]
-        options = [path.stem for path in (CONF / name).glob("*.yaml")]
-        return f"{name}={group[2]}: no such option{nearest(group[2], options)}"
+        options = [path.stem for path in (CONF / group[1]).glob("*.yaml")]
+        return f"{group[1]}={group[2]}: no such option{nearest(group[2], options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be parsed as key=value; put quotes around special characters"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
@@ -132,13 +158,17 @@ def _sentence(error: Exception, config_name: str) -> str:
     return " ".join(text.split())
 
 
-def _valid_keys(config_name: str) -> list[str]:
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        values = OmegaConf.to_container(compose(config_name), resolve=False)
-    assert isinstance(values, dict)
-    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
-    return flat_keys({str(key): value for key, value in values.items()}) + groups
+def _valid_keys(config_name: str, given: list[str]) -> list[str]:
+    """All keys of the configuration with the groups that the user chose."""
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    chosen = [argument for argument in given if argument.split("=")[0] in groups]
+    for overrides in (chosen, []):
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_dir(str(CONF), version_base="1.3"):
+                values = OmegaConf.to_container(compose(config_name, overrides), resolve=False)
+        except HydraException:
+            continue
+        assert isinstance(values, dict)
+        return flat_keys({str(key): value for key, value in values.items()}) + sorted(groups & values.keys())
+    return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -27,13 +27,19 @@ def check_buildable(config: RunConfig) -> None:
     """Raises UserError when position or device would fail later, without computing or writing anything."""
     with torch.device("meta"):
         build(config.position, config.model.dims)
-    pick_device(config.train.device)
+    pick_device(config.train.device, "train.device")
 
 
-def load_run(path: Path, which: Literal["last", "best"] = "last") -> tuple[RunConfig, GPT]:
+class Run(NamedTuple):
+    config: RunConfig
+    model: GPT
+    data: dict[str, str]  # fingerprint of each split that it was trained with
+
+
+def load_run(path: Path, which: Literal["last", "best"] = "last") -> Run:
     """The configuration and model of a run directory, on the CPU, in evaluation mode.
 
-    Raises UserError when it is no run, or has no intact checkpoint.
+    Raises UserError when it is no run, or has no intact checkpoint of its own configuration.
     """
     config = run_dir.load_config(path)
     best = path / "checkpoints" / "best.pt"
@@ -42,4 +48,14 @@ def load_run(path: Path, which: Literal["last", "best"] = "last") -> tuple[RunCo
         raise UserError(f"{path}: holds no checkpoint yet; train it on with: python train.py resume={path}")
     model = build_model(config)
     checkpoint.load_weights(model, state, path)
-    return config, model.eval()
+    checkpoint.check_same(state, "config", identity(config), path)
+    return Run(config, model.eval(), state["data"])
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint records of the configuration: weights alone do not tell RoPE from ALiBi."""
+    return {
+        "model": config.model.model_dump(),
+        "position": config.position,
+        "tokenizer": config.tokenizer.name,
+    }

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import PositiveInt
 
 from model import launch
 from model.config import GPTConfig, Strict, UserError, validate
 
+FILES = {path.stem: path for path in sorted((launch.CONF / "position").glob("*.yaml"))}
+# NoPE first, for the others are compared with it
 POSITIONS = {
-    "none": {"_target_": "model.position.base.PositionEncoding"},
-    "sinusoidal": {"_target_": "model.position.additive.Sinusoidal"},
-    "learned": {"_target_": "model.position.additive.Learned"},
-    "rope": {"_target_": "model.position.rotary.Rotary"},
-    "alibi": {"_target_": "model.position.alibi.ALiBi"},
+    name: yaml.safe_load(FILES[name].read_text()) for name in sorted(FILES, key=lambda n: n != "none")
 }
 
 

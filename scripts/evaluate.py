@@ -43,13 +43,16 @@ def evaluate_run(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
     # imported here, so that --help and a mistyped key are answered without loading torch
     from model.evaluation.perplexity import evaluate
     from model.load import load_run
+    from model.training.checkpoint import check_same
     from model.training.device import autocast, pick_device
     from model.training.run_dir import write_json
 
     device = pick_device(config.device)
-    run, model = load_run(path, config.checkpoint)
+    run, model, trained_on = load_run(path, config.checkpoint)
     model.to(device)
     stream = TokenStream(prepare(run.data, run.tokenizer.name), config.split)
+    stream.check_fits(run.tokenizer.name, 1)
+    check_same({"data": trained_on}, "data", {config.split: stream.fingerprint()}, path)
     trained = run.model.context_length
     rows: list[dict[str, Any]] = []
     for length in config.lengths or [trained]:

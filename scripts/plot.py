@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ class PlotConfig(Strict):
 def curve(run: Path, metric: str) -> tuple[list[float], list[float]]:
     """(tokens, values) of one metric. Raises UserError when the run has no such metric."""
     try:
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        text = (run / "metrics.jsonl").read_text()
+    except OSError as error:
         raise UserError(f"{run}: no readable metrics.jsonl ({error}); expected a run directory") from None
+    lines = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):  # a last line cut short by a kill
+            lines.append(json.loads(line))
     points = [(line["tokens"], line[metric]) for line in lines if metric in line]
     if not points:
         known = sorted({key for line in lines for key in line})
@@ -32,7 +37,8 @@ def curve(run: Path, metric: str) -> tuple[list[float], list[float]]:
 def main(values: dict[str, Any]) -> None:
     config = validate(PlotConfig, values)
     runs = [Path(run).expanduser() for run in ([config.run] if isinstance(config.run, str) else config.run)]
-    curves = {run.name: curve(run, config.metric) for run in runs}
+    names = [run.name if [r.name for r in runs].count(run.name) == 1 else str(run) for run in runs]
+    curves = {name: curve(run, config.metric) for name, run in zip(names, runs, strict=True)}
 
     import matplotlib
 

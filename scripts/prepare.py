@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from data import tokenizer
 from data.loader import TokenStream
 from data.prepare import prepare
+from data.shards import Shard
 from data.sources import DataConfig
 from model import launch
-from model.config import Strict, validate
+from model.config import Strict, UserError, validate
 from model.training.config import TokenizerConfig
 
 
@@ -24,11 +26,22 @@ def main(values: dict[str, Any]) -> None:
     rows: list[dict[str, Any]] = []
     for split in ("train", "val"):
         for shard in TokenStream(folder, split).shards:
-            if config.verify:
-                shard.verify()
             row = {"shard": shard.path.name, "documents": len(shard.offsets), "tokens": len(shard.tokens)}
-            rows.append(row | {"tokenizer": shard.tokenizer, "sha256": shard.sha256[:16]})
-    launch.print_table(rows, title=str(folder) + (", checksums verified" if config.verify else ""))
+            row |= {"tokenizer": shard.tokenizer, "sha256": shard.sha256[:16]}
+            rows.append(row | ({"verified": verified(shard)} if config.verify else {}))
+    launch.print_table(rows, title=str(folder))
+
+
+def verified(shard: Shard) -> str:
+    """Compare the checksum and the tokenizer with what the shard records. Raises UserError when they differ."""
+    if shard.tokenizer is None:
+        return "nothing recorded"
+    shard.verify()
+    if shard.tokenizer_hash != tokenizer.fingerprint(tokenizer.load(shard.tokenizer)):
+        raise UserError(
+            f"{shard.path}: made with another {shard.tokenizer} than this one; prepare the data again"
+        )
+    return "yes"
 
 
 if __name__ == "__main__":

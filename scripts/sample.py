@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from pathlib import Path
@@ -34,7 +33,12 @@ def main(values: dict[str, Any]) -> None:
     from model.training.run_dir import write_json
 
     sampling = validate(Sampling, values)
-    run, model = load_run(Path(config.run).expanduser(), config.checkpoint)
+    out = Path(config.out).expanduser() if config.out else None
+    if out is not None and out.exists():
+        raise UserError(f"out={out}: exists; give another name")
+    if config.prompt and config.prompt_ids is not None:
+        raise UserError("prompt and prompt_ids are both given; give one of them")
+    run, model, _ = load_run(Path(config.run).expanduser(), config.checkpoint)
     model.to(pick_device(config.device))
     encoding, end_of_text = None, model.vocab_size - 1
     if config.prompt_ids is None:
@@ -54,15 +58,10 @@ def main(values: dict[str, Any]) -> None:
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, it does not fail
     rows = [(i, offset) for i in range(len(prompts)) for offset in range(config.num_samples)]
     new: list[list[int]] = [[] for _ in rows]
     live = tokenizer.TextStream(encoding) if encoding is not None else None
     began = time.perf_counter()
-    if len(rows) > 1:
-        show("--- sample 1\n")
-    show(texts[0] + ("" if live else " "))
     # the first row streams; a terminal has one cursor, so the others are shown when all are done
     steps = generate(
         model,
@@ -71,7 +70,10 @@ def main(values: dict[str, Any]) -> None:
         end_of_text,
         [sampling.seed + offset for _, offset in rows],
     )
+    opening = ("--- sample 1\n" if len(rows) > 1 else "") + texts[0] + ("" if live else " ")
     for step in steps:
+        show(opening)
+        opening = ""
         for tokens, token in zip(new, step, strict=True):
             if token is not None and token != end_of_text:
                 tokens.append(token)
@@ -83,14 +85,11 @@ def main(values: dict[str, Any]) -> None:
         show(f"--- sample {number}\n{texts[i]}{'' if live else ' '}{text_of(tokens)}\n")
     count = sum(map(len, new))
     print(f"\n{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s", file=sys.stderr)
-    if config.out:
+    if out is not None:
         samples = [
             {"prompt": texts[i], "text": text_of(tokens), "tokens": tokens, "seed": sampling.seed + offset}
             for tokens, (i, offset) in zip(new, rows, strict=True)
         ]
-        out = Path(config.out).expanduser()
-        if out.exists():
-            raise UserError(f"out={out}: exists; give another name")
         write_json(out, {"run": config.run, "tokens_per_s": count / seconds, "samples": samples})
 
 

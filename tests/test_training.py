@@ -207,6 +207,53 @@ def test_nan_stops_with_the_good_checkpoints_kept(
     assert all(weight.isfinite().all() for path in kept for weight in checkpoint.read(path)["model"].values())
 
 
+@pytest.mark.parametrize("steps", [1, 20])
+def test_update_that_breaks_the_weights_is_never_saved(train_tiny: Train, tmp_path: Path, steps: int) -> None:
+    """At the last step and at a save boundary, where no later loss would show it."""
+    breaking = ["optim=adamw", "optim.lr=1e6", "optim.warmup=0", "optim.grad_clip=0", "position=learned"]
+    with pytest.raises(RunFailed):
+        train_tiny(*breaking, f"train.steps={steps}", "train.save_interval=1", "train.keep=1", name="broken")
+    for path in checkpoint.newest_first(tmp_path / "runs/broken"):
+        assert all(weight.isfinite().all() for weight in checkpoint.read(path)["model"].values())
+
+
+def test_poisoned_update_at_a_save_boundary_keeps_the_good_checkpoint(
+    train_tiny: Train, tmp_path: Path, monkeypatch: Any
+) -> None:
+    step, count = Optimizers.step, [0]
+
+    def poison(self: Optimizers, factor: float) -> None:
+        step(self, factor)
+        count[0] += 1
+        if count[0] == 10:
+            next(iter(self.all[0][0].param_groups[0]["params"])).data.fill_(float("nan"))
+
+    monkeypatch.setattr(Optimizers, "step", poison)
+    with pytest.raises(RunFailed, match="step 10: the update left a model that is not finite"):
+        train_tiny("train.steps=40", "train.save_interval=5", "train.keep=1", name="nan")
+    assert [checkpoint.read(p)["step"] for p in checkpoint.newest_first(tmp_path / "runs/nan")] == [5]
+
+
+def test_bf16_follows_the_loss_curve_of_fp32(train_tiny: Train) -> None:
+    runs = [metrics(train_tiny("train.steps=40", f"train.precision={p}", name=p)) for p in ("fp32", "bf16")]
+    for exact, ours in zip(*runs, strict=True):
+        assert ours["train/loss"] == pytest.approx(exact["train/loss"], rel=0.02)
+
+
+def test_checkpoint_after_a_fallback_replaces_the_damaged_ones(train_tiny: Train) -> None:
+    path = train_tiny("train.steps=4", "train.save_interval=2")
+    checkpoint.newest_first(path)[0].write_bytes(b"damaged")
+    checkpoint.save(path, 3, {}, keep=1, is_best=False)
+    assert [p.name for p in checkpoint.newest_first(path)] == ["step_00000003.pt"]
+
+
+def test_checkpoint_of_another_encoding_is_refused(train_tiny: Train) -> None:
+    rope, alibi = (train_tiny(f"position={name}", "train.steps=1", name=name) for name in ("rope", "alibi"))
+    checkpoint.newest_first(alibi)[0].write_bytes(checkpoint.newest_first(rope)[0].read_bytes())
+    with pytest.raises(UserError, match=r"trained with other config \(position\)"):
+        load_run(alibi)
+
+
 def test_interrupt_saves_at_the_step_boundary_and_resume_is_exact(
     train_tiny: Train, monkeypatch: Any
 ) -> None:
@@ -318,7 +365,7 @@ def test_full_disk_is_said_and_earlier_checkpoints_stay(train_tiny: Train, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"step_00000003.pt: cannot write.*No space left"):
+    with pytest.raises(RunFailed, match=r"step_00000003.pt: cannot write.*No space left"):
         checkpoint.save(path, 3, {}, keep=1, is_best=True)
     assert {p.name: p.read_bytes() for p in (path / "checkpoints").iterdir()} == before
 
@@ -386,7 +433,7 @@ def test_resume_on_changed_data_is_refused(train_tiny: Train, shards: Path) -> N
     checkpoint.newest_first(path)[0].unlink()
     tokens = TokenStream(shards, "train").read(0, 15_000)
     write_shards(shards, tokens, tokens[:1000])
-    with pytest.raises(UserError, match="train and val shards have changed"):
+    with pytest.raises(UserError, match=r"trained with other data \(train, val\)"):
         train_tiny(*options)
 
 

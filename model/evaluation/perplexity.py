@@ -79,7 +79,7 @@ def evaluate(
             windows = np.stack([stream.read(start, width + 1) for start in begin])
             with autocast() if autocast else torch.autocast(device.type, enabled=False):
                 losses_BT = token_losses(model, torch.from_numpy(windows).to(device))
-            sums.append(losses_BT.double().sum(1).cpu().numpy())
+            sums.append(losses_BT.cpu().double().sum(1).numpy())
             counts.append(np.full(len(begin), width))
             n_bytes += int(bytes_by_id[windows[:, 1:]].sum()) if bytes_by_id is not None else 0
             if on_batch:

@@ -16,9 +16,9 @@ def sinusoids(positions_T: Tensor, n_embd: int, base: float) -> Tensor:
 
     Vaswani et al. 2017, section 3.5.
     """
-    inverse = torch.arange(0, n_embd, 2, dtype=torch.float64, device=positions_T.device) / n_embd
-    angles = positions_T.to(torch.float64)[:, None] * base**-inverse
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1).float()
+    exponents = torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd
+    angles = positions_T.float()[:, None] * (base**-exponents).float().to(positions_T.device)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
 
 
 class Sinusoidal(PositionEncoding):

@@ -39,12 +39,12 @@ class ALiBi(PositionEncoding):
     def prepare(self, span: Span) -> tuple[Tensor, Tensor]:
         """Query features (H, 1, 4) and key features (T, 4), in fp32."""
         # attention multiplies every score by 1 / sqrt(D); the published bias is not scaled
-        slope_H = (slopes(self.n_head) * math.sqrt(self.head_dim)).to(span.q.device)
+        slope_H = slopes(self.n_head) * math.sqrt(self.head_dim)
         high_H = slope_H.to(torch.bfloat16).to(torch.float64)
         query_H4 = torch.stack((high_H, slope_H - high_H, high_H, slope_H - high_H), dim=-1)
         low_T = span.q % 256
         key_T4 = torch.stack((span.q - low_T, span.q - low_T, low_T, low_T), dim=-1)
-        return query_H4[:, None].float(), key_T4.float()
+        return query_H4[:, None].float().to(span.q.device), key_T4.float()
 
     def encode_qk(
         self, q_BHTD: Tensor, k_BHTD: Tensor, state: tuple[Tensor, Tensor]

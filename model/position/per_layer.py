@@ -20,6 +20,9 @@ class PerLayer(PositionEncoding):
         from model.position import build
 
         super().__init__(dims)
+        dotted = next((name for name in kinds if "." in name), None)
+        if dotted is not None:
+            raise UserError(f"position.kinds: the name {dotted} holds a dot; give a plain name")
         if not pattern or set(pattern) - set(kinds):
             wrong = next((name for name in pattern if name not in kinds), "[]")
             raise UserError(f"position.pattern: {wrong} is not one of position.kinds{nearest(wrong, kinds)}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from data.shards import write_atomically
-from model.config import UserError
+from model.config import RunFailed, UserError
 from model.gpt import GPT
 
 FORMAT = "ordinal-checkpoint-1"
@@ -30,7 +30,8 @@ def newest_first(run_dir: Path) -> list[Path]:
 def save(run_dir: Path, step: int, state: dict[str, Any], keep: int, is_best: bool) -> Path:
     """Write the checkpoint of `step`, then delete all but the newest `keep`; best.pt keeps the best apart.
 
-    Raises UserError when it cannot be written; the earlier checkpoints are then all still there.
+    Files of later steps are damaged or stale, for `step` is where the training is, and go as well. Raises
+    RunFailed when the new one cannot be written; the earlier checkpoints are then all still there.
     """
     path, best = path_of(run_dir, step), run_dir / "checkpoints" / "best.pt"
     content = io.BytesIO()
@@ -47,10 +48,11 @@ def save(run_dir: Path, step: int, state: dict[str, Any], keep: int, is_best: bo
             except OSError:  # a file system without hard links
                 shutil.copyfile(path, temporary)
             os.replace(temporary, best)
-        for old in newest_first(run_dir)[keep:]:
+        later = [other for other in newest_first(run_dir) if other.name > path.name]
+        for old in later + newest_first(run_dir)[len(later) + keep :]:
             old.unlink()
     except OSError as error:
-        raise UserError(
+        raise RunFailed(
             f"{path}: cannot write the checkpoint ({error}); earlier checkpoints are intact"
         ) from None
     return path
@@ -65,10 +67,11 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such checkpoint; expected a file that train.py wrote")
     try:
         with zipfile.ZipFile(path) as archive:
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise ValueError("compressed, and could unpack to any size")
             broken = archive.testzip()
         if broken is not None:
             raise ValueError(f"{broken} fails its checksum")
-        # an archive made to unpack to more than it is would exhaust memory before torch could refuse it
         state = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
@@ -113,15 +116,14 @@ def load_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
     model.load_state_dict(weights)
 
 
-def check_same_data(state: dict[str, Any], data: dict[str, str], run_dir: Path) -> None:
-    """Raises UserError unless the shards are those that the checkpoint was trained on."""
-    changed = [
-        split for split, fingerprint in data.items() if state.get("data", {}).get(split) != fingerprint
-    ]
+def check_same(state: dict[str, Any], part: str, here: dict[str, Any], source: Path) -> None:
+    """Raises UserError unless what the checkpoint says of `part` ('data', 'config') is what is `here`."""
+    there = state.get(part)
+    changed = [key for key, value in here.items() if not isinstance(there, dict) or there.get(key) != value]
     if changed:
         raise UserError(
-            f"{run_dir}: its {' and '.join(changed)} shards have changed since it was trained; "
-            f"bring the old ones back, or start a new run"
+            f"{source}: its checkpoint was trained with other {part} ({', '.join(changed)}) than is here now; "
+            f"bring the old one back, or start a new run"
         )
 
 

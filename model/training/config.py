@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from data.sources import DataConfig
 from model.config import GPTConfig, Strict
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]  # above, fp32 overflows in the optimizer itself
 
 
 class TokenizerConfig(Strict):
@@ -26,10 +27,10 @@ class OptimConfig(Strict):
     """
 
     name: Literal["adamw", "muon"]
-    lr: Positive
-    muon_lr: Positive
+    lr: Rate
+    muon_lr: Rate
     weight_decay: NonNegative
-    betas: tuple[Fraction, Fraction]
+    betas: tuple[Momentum, Momentum]
     grad_clip: NonNegative
     warmup: Fraction
     decay: Fraction
@@ -90,7 +91,15 @@ class RunConfig(Strict):
     optim: OptimConfig
     train: TrainConfig
     logger: LoggerConfig
-    seed: NonNegativeInt
-    name: str
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     run_dir: str | None = None
     resume: str | None = None
+
+    @model_validator(mode="after")
+    def _is_language_model(self) -> RunConfig:
+        if not self.model.causal:
+            raise ValueError(
+                "model.causal=false would see the tokens that it has to predict; train with true"
+            )
+        return self

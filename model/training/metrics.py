@@ -79,7 +79,7 @@ class Wandb:
                 self._give_up(error)
                 return
             print(
-                f"warning: W&B cannot be reached ({_first_line(error)}); this run is offline", file=sys.stderr
+                f"warning: W&B cannot be reached ({_one_line(error)}); this run is offline", file=sys.stderr
             )
             try:
                 self._wandb.teardown()  # its service still holds the run id
@@ -100,7 +100,7 @@ class Wandb:
             name=run_dir.name,
             config=settings,
             group=config.group,
-            tags=config.tags,
+            tags=[tag[:64] for tag in config.tags],  # W&B takes no longer ones
             mode=mode,
             resume="allow",
             reinit="finish_previous",
@@ -113,7 +113,7 @@ class Wandb:
     def _give_up(self, error: BaseException) -> None:
         self._run = None
         print(
-            f"warning: W&B is off for this run ({_first_line(error)}); metrics.jsonl has every number",
+            f"warning: W&B is off for this run ({_one_line(error)}); metrics.jsonl has every number",
             file=sys.stderr,
         )
 
@@ -146,8 +146,8 @@ class Wandb:
         self._guarded(write)
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]}"
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _has_key() -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from model.config import UserError
 from model.gpt import GPT
 from model.training.config import OptimConfig
 
@@ -63,10 +64,19 @@ class Optimizers:
         return [optimizer.state_dict() for optimizer, _ in self.all]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        for (optimizer, _), state in zip(self.all, states, strict=True):
-            optimizer.load_state_dict(state)
+        """Raises UserError when the states are those of other optimizers."""
+        try:
+            for (optimizer, _), state in zip(self.all, states, strict=True):
+                optimizer.load_state_dict(state)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the checkpoint has the state of another optimizer ({error})") from None
 
 
 def clip_gradients(model: nn.Module, limit: float) -> float:
     """Scale gradients down to norm `limit` (0: leave them). Returns the norm before; NaN or inf pass through."""
     return float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit if limit > 0 else math.inf))
+
+
+def is_finite(model: nn.Module) -> bool:
+    """Whether every weight is a number."""
+    return all(bool(p.isfinite().all()) for p in model.parameters())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 import time
 from functools import partial
@@ -103,7 +105,9 @@ def sample(model: GPT, config: RunConfig) -> tuple[str, str] | None:
     return config.data.prompt, "".join(tokenizer.stream(encoding, [t for t in new if t is not None]))
 
 
-def finished(path: Path, val: Score, summary: dict[str, Any], text: tuple[str, str] | None) -> None:
+def finished(
+    path: Path, steps: int, val: Score, summary: dict[str, Any], text: tuple[str, str] | None
+) -> None:
     if text is not None:
         print(f"\nSample (temperature 0.8, top-p 0.95):\n{text[0]}|{text[1]}\n")
     row = {
@@ -115,12 +119,22 @@ def finished(path: Path, val: Score, summary: dict[str, Any], text: tuple[str, s
         "tokens scored": val.tokens,
     }
     print_table([row])
-    where, runs = shlex.quote(str(path)), shlex.quote(str(path.parent / "wandb"))
+    where, python = shlex.quote(str(path)), _command("python")
+    lengths = ",".join(str(val.length * factor) for factor in (1, 2, 4))
     print(
-        f"Run directory: {path}\n\n"
-        f"Next:\n"
-        f'  python scripts/sample.py run={where} prompt="In the beginning"   # generate\n'
-        f"  python scripts/evaluate.py run={where} lengths=[256,512,1024]   # beyond the trained length\n"
-        f"  python train.py resume={where} train.steps=<more>   # train on\n"
-        f"  wandb leet {runs}   # compare the curves of offline runs in the terminal"
+        f"Run directory: {path}\n\nNext, to generate, to score beyond the trained length, to train on, "
+        f"and to compare the curves of offline runs in the terminal:\n"
+        f'  {python} scripts/sample.py run={where} prompt="In the beginning"\n'
+        f"  {python} scripts/evaluate.py run={where} 'lengths=[{lengths}]'\n"
+        f"  {python} train.py resume={where} train.steps={2 * steps}\n"
+        f"  {_command('wandb')} leet {shlex.quote(str(path.parent / 'wandb'))}"
     )
+
+
+def _command(name: str) -> str:
+    """How to call a program of this environment from the shell that started us."""
+    beside = Path(sys.executable).parent / name
+    on_path = shutil.which(name)
+    if on_path is not None and Path(on_path).parent == beside.parent:
+        return name
+    return shlex.quote(os.path.relpath(beside))

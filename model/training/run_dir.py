@@ -9,7 +9,7 @@ import platform
 import secrets
 import subprocess
 from datetime import datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -105,7 +105,10 @@ def load_config(path: Path) -> RunConfig:
         raise UserError(f"{path}: not a run directory, config.yaml is not readable ({error})") from None
     if not isinstance(values, dict):
         raise UserError(f"{file}: not the configuration of a run")
-    return validate(RunConfig, values)
+    try:
+        return validate(RunConfig, values)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def record(path: Path, config: RunConfig) -> str:
@@ -161,9 +164,16 @@ def _look_up(values: Any, key: str) -> Any:
     return values
 
 
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
 def environment() -> dict[str, str]:
     """Versions and hardware that a result depends on; no path, user name or environment variable."""
-    packages = {name: version(name) for name in ("torch", "numpy", "tiktoken", "wandb", "hydra-core")}
+    packages = {name: _version(name) for name in ("torch", "numpy", "tiktoken", "wandb", "hydra-core")}
     try:
         commit = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -183,5 +193,5 @@ def environment() -> dict[str, str]:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(values, indent=2) + "\n").encode())

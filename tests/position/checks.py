@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.cache import KVCache
 from model.gpt import GPT
@@ -79,14 +80,23 @@ def check_no_leak(model: GPT, length: int = CONTEXT) -> None:
             assert (after[:, t] - before[:, t]).abs().max() > 1e-3
 
 
-def attention_output(model: GPT, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What the model's own attention path makes of raw q, k, v (B, H, T, D)."""
-    from model.kernels import attend
+class Fixed(nn.Module):
+    """Stands in for the q, k and v projection: gives the tensors it was made with."""
 
-    position = model.position.for_layer(0)
-    state = position.prepare(span(q.shape[2]))
-    q, k = position.encode_qk(q, k, state)
-    return attend(q, k, v, bias_HTS=position.score_bias(state))
+    def __init__(self, *qkv_BHTD: Tensor) -> None:
+        super().__init__()
+        self.qkv = torch.cat([x.transpose(1, 2).flatten(-2) for x in qkv_BHTD], dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.qkv
+
+
+def attention_output(model: GPT, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the first block's own attention module makes of raw q, k, v (B, H, T, D)."""
+    position, attention = model.position.for_layer(0), copy.deepcopy(model.blocks[0].attn)
+    attention.qkv, attention.proj = Fixed(q, k, v), nn.Identity()
+    output = attention(torch.zeros(q.shape[0], q.shape[2], 1), position, position.prepare(span(q.shape[2])))
+    return output.unflatten(-1, q.shape[1:4:2]).transpose(1, 2)
 
 
 def check_matches_oracle(model: GPT, name: str, **options: Any) -> None:

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 import model.attention
 import model.gpt
-import model.kernels
 import model.position.alibi
 import model.position.rotary
 from model.position import Span
@@ -47,14 +46,14 @@ def test_layout_of_queries_differs_from_that_of_keys(monkeypatch: Patch) -> None
 
 def test_values_rotated(monkeypatch: Patch) -> None:
     gpt = tiny_gpt(POSITIONS["rope"])
-    right = model.kernels.attend
+    right = model.attention.attend
 
     def rotating(q: Any, k: Any, v: Any, **options: Any) -> Any:
         return right(
             q, k, gpt.position.encode_qk(v, v, gpt.position.prepare(checks.span(v.shape[2])))[0], **options
         )
 
-    monkeypatch.setattr(model.kernels, "attend", rotating)
+    monkeypatch.setattr(model.attention, "attend", rotating)
     with pytest.raises(AssertionError):
         checks.check_matches_oracle(gpt, "rope")
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from model import attention
 from model.gpt import GPT
+from model.kernels import reference_attend
 from model.position import build
 from tests.conftest import CONTEXT, POSITIONS, VOCAB, tiny_config, tiny_gpt
 from tests.position import checks
@@ -107,3 +109,18 @@ def test_trains_to_overfit_one_batch(name: str) -> None:
         loss.backward()
         optimizer.step()
     assert float(loss.detach()) < 0.2
+
+
+@every_position
+def test_whole_model_equals_the_float64_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused kernels against softmax(q . k / sqrt(D) + bias) v spelt out, through all layers."""
+    model, ids = tiny_gpt(POSITIONS[name], n_layer=4), torch.randint(VOCAB, (2, CONTEXT))
+    with torch.no_grad():
+        fast = model(ids)
+        monkeypatch.setattr(
+            attention,
+            "attend",
+            lambda *qkv, bias_HTS, causal, dropout: reference_attend(*qkv, bias_HTS=bias_HTS),
+        )
+        exact = copy.deepcopy(model).double()(ids)
+    torch.testing.assert_close(fast.double(), exact, atol=1e-4, rtol=1e-4)

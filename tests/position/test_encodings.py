@@ -95,8 +95,8 @@ def test_sinusoid_of_a_shifted_position_is_a_rotation() -> None:
     sin, cos = (k * inverse).sin(), (k * inverse).cos()
     for position in (0, 5, 60):
         s, c = table[position, 0::2], table[position, 1::2]
-        torch.testing.assert_close(table[position + k, 0::2], s * cos + c * sin, atol=1e-6, rtol=0)
-        torch.testing.assert_close(table[position + k, 1::2], c * cos - s * sin, atol=1e-6, rtol=0)
+        torch.testing.assert_close(table[position + k, 0::2], s * cos + c * sin, atol=1e-5, rtol=0)
+        torch.testing.assert_close(table[position + k, 1::2], c * cos - s * sin, atol=1e-5, rtol=0)
 
 
 def test_sinusoid_similarity_depends_on_distance_alone() -> None:
@@ -109,6 +109,12 @@ def test_sinusoidal_scales_embeddings_by_sqrt_d_and_adds_unit_sinusoids() -> Non
     embedded = encoding("sinusoidal").embed(x, checks.span(6))
     expected = x * math.sqrt(32) + sinusoids(torch.arange(6), 32, 10000.0)
     torch.testing.assert_close(embedded, expected)
+
+
+def test_learned_adds_the_row_of_each_position() -> None:
+    learned, x = encoding("learned"), torch.randn(2, 6, 32)
+    embedded = learned.embed(x, checks.span(6, offset=3))
+    torch.testing.assert_close(embedded, x + learned.table.weight[3:9])
 
 
 def test_gpt2_small_learned_table_has_786432_parameters() -> None:
