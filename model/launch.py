@@ -152,6 +152,8 @@ def _sentence(error: Exception, config_name: str, given: list[str]) -> str:
         return f"{group[1]}={group[2]}: no such option{nearest(group[2], options)}"
     if isinstance(error, OverrideParseException):
         return f"{error.override}: cannot be parsed as key=value; put quotes around special characters"
+    if text.startswith("Config group override"):
+        return "a config group takes the name of an option, not null or a value; no position is position=none"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
         return f"{missing[1]}: missing; give {missing[1]}=<value>"

@@ -406,17 +406,11 @@ def test_broken_wandb_is_said_once_and_training_is_the_same(place: Path, trouble
     if trouble == "absent":
         (broken / "wandb.py").write_text("raise ImportError('no wandb here')")
         (broken / "sitecustomize.py").write_text(
-            "import importlib.metadata as m
-right = m.version
-"
-            "def version(name):
-"
-            "    if name == 'wandb': raise m.PackageNotFoundError(name)
-"
-            "    return right(name)
-"
-            "m.version = version
-"
+            "import importlib.metadata as m\nright = m.version\n"
+            "def version(name):\n"
+            "    if name == 'wandb': raise m.PackageNotFoundError(name)\n"
+            "    return right(name)\n"
+            "m.version = version\n"
         )
     elif trouble == "nonsense mode":
         environment["WANDB_MODE"] = "nonsense"

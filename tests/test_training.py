@@ -75,7 +75,7 @@ def test_resume_equals_one_straight_run_bit_for_bit(train_tiny: Train, optim: st
         with pytest.raises(Killed):
             train_tiny(*options, name="pieces")
     pieces = train_tiny(*options, name="pieces")
-    assert saved == [7, 14, 20]
+    assert {7, 14, 20} <= set(saved)
     assert_same(final(straight), final(pieces))
     assert metrics(straight) == metrics(pieces)
 
@@ -127,7 +127,7 @@ def test_loss_falls_and_seed_repeats_the_run(train_tiny: Train) -> None:
 @pytest.mark.parametrize("name", POSITIONS)
 def test_every_position_trains_and_its_run_loads(train_tiny: Train, name: str) -> None:
     path = train_tiny(f"position={name}", "train.steps=3", name=name)
-    config, model = load_run(path)
+    config, model, _ = load_run(path)
     assert config.position["_target_"] == POSITIONS[name]["_target_"]
     assert_same(model.state_dict(), final(path)["model"])
 
@@ -452,4 +452,4 @@ def test_compiled_run_has_the_same_losses_and_loads_uncompiled(train_tiny: Train
     )
     for ours, theirs in zip(metrics(compiled), metrics(eager), strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-3)
-    assert load_run(compiled)[1].state_dict().keys() == load_run(eager)[1].state_dict().keys()
+    assert load_run(compiled).model.state_dict().keys() == load_run(eager).model.state_dict().keys()
