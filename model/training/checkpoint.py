@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from data.shards import write_atomically
+from data.files import write_atomically
 from model.config import RunFailed, UserError
 from model.gpt import GPT
 

@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from data.shards import write_atomically
+from data.files import write_atomically
 from model.training.config import LoggerConfig
 
 # peak dense bf16 FLOP/s by a part of the device's name, from NVIDIA's data sheets
