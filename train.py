@@ -13,6 +13,7 @@ from typing import Any
 
 from data.loader import TokenStream, TrainLoader
 from data.prepare import prepare
+from data.tokenizer import vocab_size
 from model import launch
 from model.config import RunFailed, UserError, validate
 from model.training import run_dir
@@ -36,18 +37,40 @@ def main(values: dict[str, Any]) -> dict[str, Any]:
     from model.load import check_buildable  # torch, once the configuration is known to be right
 
     check_buildable(config)
-    folder = prepare(config.data, config.tokenizer.name)
+    # the shards of a resumed run are where it had them, unless it is told of others
+    told = path is None or any(key == "data" or key.startswith("data.") for key in launch.overridden())
+    folder = (
+        prepare(config.data, config.tokenizer.name) if path is None or told else run_dir.shards(path, config)
+    )
     streams = {split: TokenStream(folder, split) for split in ("train", "val")}
     for stream in streams.values():
         stream.check_fits(config.tokenizer.name, config.model.context_length)
+    loader = make_loader(config, streams["train"])
     path, lock = (path, run_dir.lock(path)) if path else run_dir.create(config)
     with lock:
-        return train(config, path, streams["train"], streams["val"])
+        return train(config, path, loader, streams["val"])
 
 
-def train(
-    config: RunConfig, path: Path, train_stream: TokenStream, val_stream: TokenStream
-) -> dict[str, Any]:
+def make_loader(config: RunConfig, stream: TokenStream) -> TrainLoader:
+    """The batches that `config` asks for; says what windows inside documents leave out."""
+    loader = TrainLoader(
+        stream,
+        config.model.context_length,
+        config.train.batch_size,
+        config.seed,
+        windows=config.data.windows,
+        end_of_text=vocab_size(config.tokenizer.name) - 1,
+    )
+    if config.data.windows == "within_document":
+        print(
+            f"Windows within documents train on {loader.coverage:.1%} of the tokens in an epoch; "
+            f"{loader.n_documents - loader.n_long_documents:,} of {loader.n_documents:,} documents are shorter than "
+            f"the {config.model.context_length + 1} tokens of a window"
+        )
+    return loader
+
+
+def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenStream) -> dict[str, Any]:
     """Train in run directory `path`, from its newest checkpoint if it has one. Returns the final row."""
     # imported here, so that --help and a mistyped key are answered without loading torch
     import torch
@@ -66,7 +89,7 @@ def train(
     precision = autocast(device, config.train.precision)
     model = build_model(config).to(device)
     optimizers = Optimizers(model, config.optim)
-    data = {"train": train_stream.fingerprint(), "val": val_stream.fingerprint()}
+    data = {"train": loader.stream.fingerprint(), "val": val_stream.fingerprint()}
     step, best_loss = 0, math.inf
     state = checkpoint.read_newest(path, print)
     if state is not None:
@@ -80,13 +103,12 @@ def train(
             raise UserError(
                 f"{path}: finished at step {step}; give train.steps={2 * step} to train on from there"
             )
-    run_id = run_dir.record(path, config)
+    run_id = run_dir.record(path, config, loader.stream.folder)
     if config.train.compile:
         model.compile()  # in place, so that the names of the weights stay as they are
 
     length, batch_size = config.model.context_length, config.train.batch_size
     micro_batch_size = config.train.micro_batch_size or batch_size
-    loader = TrainLoader(train_stream, length, batch_size, config.seed)
     step_tokens = batch_size * length
     step_flops = model.flops_per_token(length) * step_tokens
     report.started(path, model, device, precision)

@@ -6,12 +6,16 @@ import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from data import tokenizer as tokenizers
+from data.files import File
 from data.shards import Shard, open_shard
 from model.config import UserError
+
+OPEN_FILES = 64  # of thousands, where a system allows a process 256
 
 
 class TokenStream:
@@ -27,7 +31,11 @@ class TokenStream:
         if not paths:
             raise UserError(f"{folder}: holds no {split} shard; expected {split}.bin or {split}-00000.bin")
         self.shards: list[Shard] = [open_shard(path) for path in paths]
-        self.starts = np.cumsum([0, *(len(shard.tokens) for shard in self.shards)])
+        self.starts = np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
+        self._file = lru_cache(maxsize=OPEN_FILES)(self._open)
+
+    def _open(self, index: int) -> File:
+        return self.shards[index].open()
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -37,10 +45,20 @@ class TokenStream:
         parts = []
         index = int(np.searchsorted(self.starts, start, side="right")) - 1
         while count > 0:
-            tokens = self.shards[index].tokens[start - self.starts[index] :][:count]
+            shard, offset = self.shards[index], start - int(self.starts[index])
+            tokens = shard.tokens(self._file(index), offset, min(count, shard.n_tokens - offset))
             parts.append(tokens.astype(np.int64))
             start, count, index = start + len(tokens), count - len(tokens), index + 1
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def documents(self, end_of_text: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where each document starts in the stream and its tokens, end-of-text included: two (documents,) int64.
+
+        Shards of Ordinal's own record it; in others a document ends with the id `end_of_text`.
+        """
+        found = [shard.document_starts(end_of_text) for shard in self.shards]
+        starts = np.concatenate([part + start for part, start in zip(found, self.starts, strict=False)])
+        return starts, np.diff(np.append(starts, len(self)))
 
     def fingerprint(self) -> str:
         """A hash of the checksums of all shards; a resumed run must find the one it was started with."""
@@ -79,32 +97,77 @@ class TokenStream:
 class TrainLoader:
     """Batches of windows of `context_length` + 1 tokens, in a seeded permutation per epoch.
 
-    An epoch cuts the stream into back-to-back windows behind an offset of its own, so over epochs every one
-    of the N - T starts occurs, and within an epoch no target is seen twice.
+    An epoch cuts a text into back-to-back windows behind an offset of its own, so over epochs every start
+    occurs, and within an epoch no target is seen twice. The text is the whole stream, or with
+    `windows="within_document"` each document; one shorter than a window then has none.
+
+    Of `world` processes, each draws its own rows of every batch. `batch_size` is that of all together.
     """
 
-    def __init__(self, stream: TokenStream, context_length: int, batch_size: int, seed: int) -> None:
-        self.stream, self.context_length, self.batch_size, self.seed = (
-            stream,
-            context_length,
-            batch_size,
-            seed,
-        )
-        self.windows_per_epoch = max((len(stream) - context_length) // context_length, 1)
-        self.n_offsets = len(stream) - self.windows_per_epoch * context_length
+    def __init__(
+        self,
+        stream: TokenStream,
+        context_length: int,
+        batch_size: int,
+        seed: int,
+        *,
+        windows: Literal["contiguous", "within_document"] = "contiguous",
+        end_of_text: int = -1,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if batch_size % world:
+            raise UserError(
+                f"train.batch_size={batch_size} cannot be shared by {world} processes; give a multiple of {world}"
+            )
+        self.stream, self.context_length, self.seed = stream, context_length, seed
+        self.batch_size, self.rank, self.world = batch_size, rank, world
+        self.n_documents = self.n_long_documents = 1
+        if windows == "contiguous":
+            # one window fewer than would fit, so that the offset ranges over more than a window
+            n_windows = np.array([max((len(stream) - context_length) // context_length, 1)])
+            starts, lengths = np.zeros(1, np.int64), np.array([len(stream)])
+        else:
+            starts, lengths = stream.documents(end_of_text)
+            self.n_documents, longest = len(starts), int(lengths.max())
+            starts, lengths = starts[lengths > context_length], lengths[lengths > context_length]
+            self.n_long_documents = len(starts)
+            n_windows = (lengths - 1) // context_length
+            if not len(starts):
+                raise UserError(
+                    f"data.windows=within_document: the longest document has {longest} tokens; give "
+                    f"model.context_length={max(longest - 1, 1)} or less, or data.windows=contiguous"
+                )
+        self._starts, self._first_window = starts, np.append(0, np.cumsum(n_windows))
+        self._n_offsets = lengths - n_windows * context_length
+        self.windows_per_epoch = int(self._first_window[-1])
         self._epoch = lru_cache(maxsize=2)(self._draw_epoch)
 
-    def _draw_epoch(self, epoch: int) -> tuple[int, np.ndarray]:
+    @property
+    def coverage(self) -> float:
+        """The fraction of the stream's tokens that are targets in an epoch."""
+        return self.windows_per_epoch * self.context_length / len(self.stream)
+
+    def _draw_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         generator = np.random.Generator(np.random.Philox(key=[self.seed, epoch]))
-        return int(generator.integers(self.n_offsets)), generator.permutation(self.windows_per_epoch)
+        return generator.integers(self._n_offsets), generator.permutation(self.windows_per_epoch)
 
     def start(self, sample: int) -> int:
         """Where in the stream the `sample`-th window of the training begins."""
         epoch, index = divmod(sample, self.windows_per_epoch)
-        offset, order = self._epoch(epoch)
-        return offset + int(order[index]) * self.context_length
+        offsets, order = self._epoch(epoch)
+        window = int(order[index])
+        text = int(np.searchsorted(self._first_window, window, side="right")) - 1
+        in_text = window - int(self._first_window[text])
+        return int(self._starts[text]) + int(offsets[text]) + in_text * self.context_length
 
     def batch(self, step: int) -> np.ndarray:
-        """The (batch_size, context_length + 1) int64 windows of a step; inputs [:, :-1], targets [:, 1:]."""
-        samples = range(step * self.batch_size, (step + 1) * self.batch_size)
-        return np.stack([self.stream.read(self.start(s), self.context_length + 1) for s in samples])
+        """This process's (batch_size / world, context_length + 1) int64 windows of a step.
+
+        Inputs are [:, :-1], targets [:, 1:].
+        """
+        rows = self.batch_size // self.world
+        first = step * self.batch_size + self.rank * rows
+        return np.stack(
+            [self.stream.read(self.start(s), self.context_length + 1) for s in range(first, first + rows)]
+        )

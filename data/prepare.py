@@ -1,83 +1,296 @@
-"""Text to shards: tokenize each document, end it with one end-of-text token, write a folder at once."""
+"""Text to shards: workers tokenize pieces of the source, this process writes them in order.
+
+The work grows in a hidden folder with a journal, and becomes visible by one rename. Killed at any instant, the
+same call goes on behind the last entry of the journal, and ends with the bytes of an undisturbed run.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data import sources, tokenizer
-from data.shards import open_shard, write_atomically, write_shard
-from data.sources import DataConfig
+from data import openwebtext, sources, tokenizer, workers
+from data.encode import CUT, REPAIRED, Encoded
+from data.files import write_atomically
+from data.holdout import hold_out_end
+from data.progress import Progress
+from data.shards import ShardWriter, open_shard, token_dtype
+from data.sources import DataConfig, Source
+from data.text import Split
 from model.config import UserError
+
+JOURNAL_SECONDS = 5  # at most so much work is done again after a kill
+SPLITS: tuple[Split, ...] = ("train", "val")
 
 
 def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] = print) -> Path:
     """The folder of shards for this data and tokenizer; made when it is not there yet.
 
-    The folder appears by one rename, so a kill or a second process leaves no half-written shards. Raises
-    UserError when the source is missing, or `data.out` holds shards of another tokenizer.
+    A second process that wants the same folder waits for the first. Raises UserError when the source is missing
+    or damaged, the disk is full, or `data.out` holds shards of another tokenizer.
     """
     if config.source == "bin":
         return Path(str(config.path)).expanduser()
-    name = sources.describe(config)
-    folder = Path(config.out).expanduser() if config.out else Path("shards") / f"{name}-{tokenizer_name}"
-    if folder.is_dir() and any(folder.iterdir()):
-        _check_made_from(folder, name, tokenizer_name)
-        return folder
-    say(f"Preparing {name} with tokenizer {tokenizer_name} in {folder}")
-    encoding = tokenizer.load(tokenizer_name)
-    documents: dict[str, list[np.ndarray]] = {"train": [], "val": []}
-    for part, text in sources.documents(config):
-        # encode_ordinary: text that looks like a special token is text
-        documents[part].append(np.array([*encoding.encode_ordinary(text), encoding.eot_token]))
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    source = sources.find(config)
+    folder = (
+        Path(config.out).expanduser() if config.out else Path("shards") / f"{source.name}-{tokenizer_name}"
+    )
+    made_from = {"source": source.name, "tokenizer": tokenizer_name, "shard_tokens": config.shard_tokens}
+    if config.source != "kjv":
+        made_from["val_fraction"] = config.val_fraction
+    partial = folder.with_name(f".{folder.name}.partial")
     try:
-        temporary.mkdir(parents=True)
-        for split, tokens in documents.items():
-            write_shard(
-                temporary / f"{split}-00000.bin",
-                tokens,
-                tokenizer=tokenizer_name,
-                tokenizer_hash=tokenizer.fingerprint(encoding),
-                vocab_size=encoding.n_vocab,
-            )
-        table = {
-            "source": name,
-            "tokenizer": tokenizer_name,
-            "bytes_per_token": tokenizer.bytes_per_token(encoding).tolist(),
-        }
-        write_atomically(temporary / "meta.json", json.dumps(table).encode())
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not (folder / "meta.json").exists():  # else another process was first, with the same bytes
-                raise
+        while not _is_ready(folder, made_from):
+            with _alone_in(partial, say) as alone:
+                if alone:
+                    say(f"Preparing {source.name} with tokenizer {tokenizer_name} in {folder}")
+                    for line in _Preparation(config, source, partial, made_from).run():
+                        say(line)
+                    os.rename(partial, folder)
+        (folder / ".lock").unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot write shards there ({error}); give another folder as data.out="
+            f"{folder}: cannot write shards there ({error}); make room or give another folder as data.out=, "
+            f"then the same command goes on"
         ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    counts = ", ".join(f"{split} {sum(map(len, tokens)):,} tokens" for split, tokens in documents.items())
-    say(f"Prepared {counts}")
     return folder
 
 
-def _check_made_from(folder: Path, name: str, tokenizer_name: str) -> None:
+def _is_ready(folder: Path, made_from: dict[str, Any]) -> bool:
+    """Whether `folder` holds just these shards. Raises UserError when it holds anything else."""
+    if not folder.is_dir() or not any(entry.name != ".lock" for entry in folder.iterdir()):
+        return False
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        made_from = (meta["source"], meta["tokenizer"])
-    except (OSError, ValueError, KeyError):
+        found = {key: meta[key] for key in made_from if key in meta or key == "source"}
+    except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}: exists, but is not a folder of shards; give another data.out=") from None
-    if made_from != (name, tokenizer_name):
-        raise UserError(
-            f"{folder}: holds {made_from[0]} with tokenizer {made_from[1]}, not {name} with {tokenizer_name}; "
-            f"give another data.out= or delete the folder"
-        )
+    for key, value in found.items():
+        if value != made_from[key]:
+            raise UserError(
+                f"{folder}: holds {found['source']} with {key} {value}, not {made_from['source']} with "
+                f"{made_from[key]}; give another data.out= or delete the folder"
+            )
     for shard in sorted(folder.glob("*.bin")):
         open_shard(shard)
+    return True
+
+
+@contextmanager
+def _alone_in(partial: Path, say: Callable[[str], None]) -> Iterator[bool]:
+    """Hold `partial` against other processes; False when another one had it, and it is to be looked at again."""
+    partial.mkdir(parents=True, exist_ok=True)
+    with open(partial / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"Waiting for another process that prepares {partial.name[1:-8]}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield False
+            return
+        try:  # the other may have finished, and its folder be renamed, since the file was opened
+            alone = os.path.samestat(os.fstat(file.fileno()), os.stat(partial / ".lock"))
+        except FileNotFoundError:
+            alone = False
+        yield alone
+
+
+class _Preparation:
+    """One preparation in its hidden folder, from the journal that it finds there."""
+
+    def __init__(self, config: DataConfig, source: Source, folder: Path, made_from: dict[str, Any]) -> None:
+        self.config, self.source, self.folder, self.made_from = config, source, folder, made_from
+        self.encoding = tokenizer.load(made_from["tokenizer"])
+        self.identity = made_from | {"tokenizer_hash": tokenizer.fingerprint(self.encoding)}
+        self.pieces_done, self.source_bytes = 0, 0
+        self.counts: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
+        self.writers = {split: _SplitWriter(self, split) for split in SPLITS}
+
+    def run(self) -> list[str]:
+        """Do what is left, and return the report line by line."""
+        self._take_up_journal()
+        try:
+            self._tokenize()
+            for writer in self.writers.values():
+                writer.close()
+        except BaseException:
+            for writer in self.writers.values():
+                writer.abandon()
+            raise
+        if not self.counts["documents"]:
+            shutil.rmtree(self.folder)
+            raise UserError(
+                f"{self.source.name}: no document to train on ({self._left_out() or 'it is empty'})"
+            )
+        if not all(self.counts[split] for split in SPLITS):
+            write_atomically(self.folder / "journal.json", b"{}")  # killed in what follows: from the start
+            moved = hold_out_end(self.folder, self.encoding, self.config.val_fraction)
+            self.counts.update(moved)
+        report = self._report()
+        table = self.made_from | {
+            "bytes_per_token": tokenizer.bytes_per_token(self.encoding).tolist(),
+            "report": {"counts": self.counts, "left_out": self.left_out},
+        }
+        write_atomically(self.folder / "meta.json", json.dumps(table).encode())
+        for name in ("journal.json", "files.json"):
+            (self.folder / name).unlink(missing_ok=True)
+        return report
+
+    def _take_up_journal(self) -> None:
+        try:
+            journal = json.loads((self.folder / "journal.json").read_text())
+            if journal["identity"] != self.identity or self.source.name == "stdin":
+                raise ValueError
+            for split, writer in self.writers.items():
+                writer.resume(*journal["writers"][split])
+        except (OSError, ValueError, KeyError, TypeError):
+            for file in self.folder.iterdir():
+                if file.name != ".lock":
+                    file.unlink()
+            self.writers = {split: _SplitWriter(self, split) for split in SPLITS}
+            self._check_disk()
+            return
+        self.pieces_done, self.source_bytes = journal["pieces"], journal["source_bytes"]
+        self.counts, self.left_out = Counter(journal["counts"]), Counter(journal["left_out"])
+        print(f"Going on after {self.counts['documents']:,} documents", flush=True)
+
+    def _tokenize(self) -> None:
+        expected = openwebtext.N_DOCUMENTS * (self.source.n_files or 0) // openwebtext.N_FILES
+        count = self.config.workers or workers.suitable(self.source.size)
+        pieces = islice(self.source.pieces(self.folder), self.pieces_done, None)
+        journaled = time.monotonic()
+        with Progress(self.source.size, self.source_bytes, expected, self.counts) as progress:
+            try:
+                for done in workers.encode_in_order(
+                    pieces, count, self.made_from["tokenizer"], self.config.val_fraction
+                ):
+                    self._add(done)
+                    progress.update(self.source_bytes, self.counts)
+                    if time.monotonic() - journaled > JOURNAL_SECONDS:
+                        self._journal()
+                        journaled = time.monotonic()
+            except KeyboardInterrupt:
+                self._journal()
+                print("Stopped; the same command goes on from here", flush=True)
+                raise
+
+    def _add(self, done: Encoded) -> None:
+        for split, tokens in done.tokens.items():
+            self.writers[split].append(tokens)
+            self.counts[split] += len(tokens)
+        self.counts.update(done.counts)
+        self.left_out.update(done.left_out)
+        self.pieces_done += 1
+        self.source_bytes += done.size
+
+    def _journal(self) -> None:
+        state = {
+            "identity": self.identity,
+            "writers": {split: writer.sync() for split, writer in self.writers.items()},
+            "pieces": self.pieces_done,
+            "source_bytes": self.source_bytes,
+            "counts": self.counts,
+            "left_out": self.left_out,
+        }
+        write_atomically(self.folder / "journal.json", json.dumps(state).encode())
+
+    def _check_disk(self) -> None:
+        if self.source.n_files:
+            width = token_dtype(self.encoding.n_vocab).itemsize
+            needed = openwebtext.N_TOKENS * width * self.source.n_files // openwebtext.N_FILES
+            free = shutil.disk_usage(self.folder).free
+            if free < needed:
+                raise UserError(
+                    f"{self.folder.parent}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed for shards; "
+                    f"give a folder on another disk as data.out=, or fewer files as data.shards="
+                )
+
+    def _report(self) -> list[str]:
+        counts = self.counts
+        tokens = counts["train"] + counts["val"]
+        per_token = counts["bytes"] / max(tokens - counts["documents"], 1)
+        lines = [
+            f"Prepared {counts['documents']:,} documents: train {counts['train']:,} tokens, "
+            f"val {counts['val']:,} tokens, {per_token:.2f} bytes a token"
+        ]
+        if self.left_out:
+            lines.append(f"Left out {self._left_out()}")
+        if counts[REPAIRED]:
+            lines.append(f"Replaced invalid UTF-8 by U+FFFD in {counts[REPAIRED]:,} documents")
+        if counts[CUT]:
+            lines.append(
+                f"Cut {counts[CUT]:,} documents inside a run too long for the tokenizer; no text was lost"
+            )
+        return lines
+
+    def _left_out(self) -> str:
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(self.left_out.items()))
+        return f"{sum(self.left_out.values()):,} documents: {reasons}" if reasons else ""
+
+
+class _SplitWriter:
+    """The shards of one split; each ends with the document that fills it."""
+
+    def __init__(self, preparation: _Preparation, split: Split) -> None:
+        self._folder, self._split = preparation.folder, split
+        self._shard_tokens = preparation.config.shard_tokens
+        self._vocab_size = preparation.encoding.n_vocab
+        self._tokenizer: tuple[str, str] = (
+            preparation.identity["tokenizer"],
+            preparation.identity["tokenizer_hash"],
+        )
+        self._index = 0
+        self._writer: ShardWriter | None = None
+
+    def _open(self, kept_tokens: int = 0) -> ShardWriter:
+        return ShardWriter(
+            self._folder / f"{self._split}-{self._index:05d}.bin",
+            tokenizer=self._tokenizer[0],
+            tokenizer_hash=self._tokenizer[1],
+            vocab_size=self._vocab_size,
+            kept_tokens=kept_tokens,
+        )
+
+    def resume(self, index: int, tokens: int) -> None:
+        self._index = index
+        if tokens:
+            self._writer = self._open(tokens)
+
+    def append(self, tokens: np.ndarray) -> None:
+        while len(tokens):
+            self._writer = self._writer or self._open()
+            room = max(self._shard_tokens - self._writer.n_tokens, 1)
+            ends = np.flatnonzero(tokens[room - 1 :] == self._vocab_size - 1)
+            end = room + int(ends[0]) if len(ends) else len(tokens)
+            self._writer.append(tokens[:end])
+            tokens = tokens[end:]
+            if len(ends):
+                self.close()
+
+    def sync(self) -> tuple[int, int]:
+        """(index, tokens) of the shard at hand, all of it on the disk."""
+        if self._writer is None:
+            return self._index, 0
+        self._writer.sync()
+        return self._index, self._writer.n_tokens
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer, self._index = None, self._index + 1
+
+    def abandon(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()

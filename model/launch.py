@@ -107,7 +107,10 @@ def print_table(rows: list[dict[str, Any]], title: str | None = None) -> None:
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 160  # a file or a pipe has no edge to wrap at
+    console.print(table)
 
 
 def _cell(value: Any) -> str:

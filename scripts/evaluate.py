@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 
 from data.loader import TokenStream
-from data.prepare import prepare
 from model import launch
 from model.config import Strict, UserError, validate
 
@@ -45,12 +44,12 @@ def evaluate_run(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
     from model.load import load_run
     from model.training.checkpoint import check_same
     from model.training.device import autocast, pick_device
-    from model.training.run_dir import write_json
+    from model.training.run_dir import shards, write_json
 
     device = pick_device(config.device)
     run, model, trained_on = load_run(path, config.checkpoint)
     model.to(device)
-    stream = TokenStream(prepare(run.data, run.tokenizer.name), config.split)
+    stream = TokenStream(shards(path, run), config.split)
     stream.check_fits(run.tokenizer.name, 1)
     check_same({"data": trained_on}, "data", {config.split: stream.fingerprint()}, path)
     trained = run.model.context_length

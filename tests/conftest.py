@@ -62,7 +62,7 @@ def write_shards(
     for split, tokens in {"train": train, "val": val}.items():
         write_shard(
             folder / f"{split}-00000.bin",
-            [np.asarray(tokens)],
+            np.asarray(tokens),
             tokenizer=tokenizer,
             tokenizer_hash="test",
             vocab_size=vocab_size,
@@ -109,7 +109,8 @@ def train_tiny(tmp_path: Path, shards: Path) -> Callable[..., Path]:
         path = tmp_path / "runs" / name
         path.mkdir(parents=True, exist_ok=True)
         with run_dir.lock(path):
-            train.train(config, path, TokenStream(shards, "train"), TokenStream(shards, "val"))
+            loader = train.make_loader(config, TokenStream(shards, "train"))
+            train.train(config, path, loader, TokenStream(shards, "val"))
         return path
 
     return run

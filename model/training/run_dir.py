@@ -15,7 +15,8 @@ from typing import IO, Any
 
 import yaml
 
-from data.shards import write_atomically
+from data.files import write_atomically
+from data.prepare import prepare
 from model.config import UserError, flat_keys, validate
 from model.training.config import RunConfig
 
@@ -30,6 +31,13 @@ CHANGEABLE: tuple[str, ...] = (
     "train.device",
     "train.compile",
     "logger.",
+    # where the tokens come from; whether they are the same is told by their checksums
+    "data.source",
+    "data.path",
+    "data.out",
+    "data.shards",
+    "data.workers",
+    "data.prompt",
 )
 
 
@@ -111,17 +119,35 @@ def load_config(path: Path) -> RunConfig:
         raise UserError(f"{file}: {error}") from None
 
 
-def record(path: Path, config: RunConfig) -> str:
-    """Write config.yaml and, once, run.json with the environment and the W&B run id, which is returned."""
+def record(path: Path, config: RunConfig, shards: Path) -> str:
+    """Write config.yaml and run.json: environment, folder of shards, and the W&B run id, which is returned."""
     values = config.model_dump(mode="json", exclude={"run_dir", "resume"})
     write_atomically(path / "config.yaml", yaml.safe_dump(values, sort_keys=False).encode())
-    file = path / "run.json"
+    known = _read_record(path)
+    known = (
+        {"id": secrets.token_hex(4), "environment": environment()} | known | {"shards": str(shards.resolve())}
+    )
+    write_json(path / "run.json", known)
+    return str(known["id"])
+
+
+def _read_record(path: Path) -> dict[str, Any]:
     try:
-        known = json.loads(file.read_text())["id"]
-    except (OSError, ValueError, KeyError, TypeError):
-        known = secrets.token_hex(4)
-        write_json(file, {"id": known, "environment": environment()})
-    return str(known)
+        known = json.loads((path / "run.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def shards(path: Path, config: RunConfig) -> Path:
+    """The shards that a run was trained on: where it had them, else prepared again from `config`.
+
+    So a run can be resumed and evaluated from another folder, or when the text has moved.
+    """
+    recorded = _read_record(path).get("shards")
+    if isinstance(recorded, str) and Path(recorded).is_dir():
+        return Path(recorded)
+    return prepare(config.data, config.tokenizer.name)
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, Any, Any]]:

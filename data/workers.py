@@ -1,0 +1,66 @@
+"""Processes that tokenize. Results come in the order of the pieces, so their number changes nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context, parent_process
+
+from data.encode import Encoded, encode
+from data.readers import Piece
+from data.text import BLOCK
+from model.config import RunFailed
+
+AHEAD = 3  # pieces per worker that wait or are done: bounds memory, and hides that some take longer
+
+
+def suitable(size: int | None) -> int:
+    """One worker a core, fewer for a source of few pieces."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores if size is None else max(min(cores, size // (2 * BLOCK)), 1)
+
+
+def encode_in_order(
+    pieces: Iterable[Piece], count: int, tokenizer_name: str, val_fraction: float
+) -> Iterator[Encoded]:
+    """Encode `pieces` by `count` processes, or in this one when that is 1.
+
+    Raises RunFailed when a process dies, which the system does to it when memory is short.
+    """
+    if count == 1:
+        yield from (encode(piece, tokenizer_name, val_fraction) for piece in pieces)
+        return
+    waiting: deque[Future[Encoded]] = deque()
+    # spawned, not forked: the caller may have threads
+    pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_start)
+    try:
+        for piece in pieces:
+            waiting.append(pool.submit(encode, piece, tokenizer_name, val_fraction))
+            if len(waiting) >= AHEAD * count:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise RunFailed(
+            "a tokenizing process was killed, perhaps for want of memory; the same command goes on, "
+            "with data.workers=1 in the least memory"
+        ) from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
