@@ -218,13 +218,32 @@ def test_two_runs_started_together_in_one_directory_do_not_mix(place: Path) -> N
     assert [line["step"] for line in metrics(place / "runs/shared")] == list(range(1, 201))
 
 
-def test_evaluating_on_changed_text_is_refused(place: Path) -> None:
+def test_run_keeps_to_the_shards_it_was_trained_on(place: Path) -> None:
     (place / "changing.txt").write_text("In the beginning\n" * 300)
     options = [*ON_TEXT, "data.path=changing.txt", "train.steps=1", "run_dir=runs/changing"]
     run("train.py", *options, cwd=place)
-    (place / "changing.txt").write_text("In the end\n" * 500)
+    before = run("scripts/evaluate.py", "run=runs/changing", cwd=place).stdout
+    (place / "changing.txt").unlink()
+    (place / "elsewhere").mkdir()
+    assert run("scripts/evaluate.py", "run=../runs/changing", cwd=place / "elsewhere").stdout == before
+    run("train.py", "resume=../runs/changing", "train.steps=2", cwd=place / "elsewhere")
+
+    shards = Path(json.loads((place / "runs/changing/run.json").read_text())["shards"])
+    moved = shards.rename(place / "moved")
     result = run("scripts/evaluate.py", "run=runs/changing", cwd=place, code=2)
-    assert "trained with other data (val)" in result.stderr
+    assert "changing.txt: no text file there" in result.stderr
+    run("train.py", "resume=runs/changing", "data=bin", f"data.path={moved}", "train.steps=3", cwd=place)
+    run("scripts/evaluate.py", "run=runs/changing", cwd=place)
+
+    moved.rename(place / "away")
+    (place / "changing.txt").write_text("In the end\n" * 500)
+    for script, given in (
+        ("scripts/evaluate.py", ["run=runs/changing"]),
+        ("train.py", ["resume=runs/changing", "data=text", "data.path=changing.txt", "train.steps=4"]),
+    ):
+        result = run(script, *given, cwd=place, code=2)
+        assert "trained with other data" in result.stderr or "no such folder of shards" in result.stderr
+    assert "trained with other data (train" in result.stderr
 
 
 def test_screen_without_unicode_does_not_stop_a_training(place: Path) -> None:
@@ -372,7 +391,7 @@ def test_prepare_and_plot(place: Path) -> None:
     result = run(
         "scripts/prepare.py", "data=text", "data.path=a,b=c.txt", "tokenizer=bytes", "verify=true", cwd=place
     )
-    assert "yes" in result.stdout and "train-00000.bin" in result.stdout
+    assert "every byte as recorded" in result.stdout and "train-00000" in result.stdout
     run("scripts/plot.py", "run=runs/first", "metric=train/loss", "out=curve.png", cwd=place)
     assert (place / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "it has" in run("scripts/plot.py", "run=runs/first", "metric=los", cwd=place, code=2).stderr

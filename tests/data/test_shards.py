@@ -9,7 +9,7 @@ import pytest
 
 from data import foreign
 from data.loader import TokenStream
-from data.shards import open_shard, token_dtype, write_shard
+from data.shards import ShardWriter, open_shard, token_dtype, write_shard
 from model.config import UserError
 from tests.conftest import CONTEXT, write_shards
 
@@ -95,3 +95,112 @@ def test_other_tokenizer_and_ids_above_the_vocabulary_are_refused(tmp_path: Path
     np.array([5, 3000] * 100, dtype="<u2").tofile(raw / "train.bin")
     with pytest.raises(UserError, match=r"token id 3000, but .* vocabulary of 2049"):
         TokenStream(raw, "train").check_fits("gpt2_2k", CONTEXT)
+
+
+# --- writing as a stream -----------------------------------------------------------------------------------
+
+META = {"tokenizer": "bytes", "tokenizer_hash": "h", "vocab_size": 257}
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("kept", [0, 1, 256, 257, 1000, 1999])
+def test_writer_that_keeps_an_earlier_ones_tokens_ends_with_the_same_bytes(
+    tmp_path: Path, kept: int, closed: bool
+) -> None:
+    tokens = np.arange(2000) * 7 % 257
+    write_shard(tmp_path / "whole.bin", tokens, **META)
+    first = ShardWriter(tmp_path / "a.bin", **META)
+    first.append(tokens)
+    first.append(np.array([3, 256, 5]))  # what came after the last journal entry
+    first.sync()
+    if closed:
+        first.close()
+    else:
+        first.abandon()
+    second = ShardWriter(tmp_path / "a.bin", **META, kept_tokens=kept)
+    for start in range(kept, 2000, 300):
+        second.append(tokens[start : start + 300])
+    second.close()
+    assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "whole.bin").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "whole.bin"}
+
+
+def test_documents_begin_behind_each_end_of_text(tmp_path: Path) -> None:
+    write_shard(tmp_path / "a.bin", np.array([1, 256, 256, 2, 3, 256]), **META)
+    shard = open_shard(tmp_path / "a.bin")
+    assert shard.document_starts(0).tolist() == [0, 2, 3] and shard.n_documents == 3
+    write_shard(tmp_path / "b.bin", np.array([1, 256, 2]), **META)
+    assert open_shard(tmp_path / "b.bin").document_starts(0).tolist() == [0, 2]
+    shard.verify()
+
+
+# --- what others wrote -------------------------------------------------------------------------------------
+
+
+def llmc(tokens: np.ndarray, version: int = 1) -> bytes:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = foreign.LLMC_MAGIC, version, len(tokens)
+    return header.tobytes() + tokens.astype("<u2").tobytes()
+
+
+@pytest.mark.parametrize("cut", [-1, -2, 1024, 500])
+def test_foreign_shard_cut_short_is_refused(tmp_path: Path, cut: int) -> None:
+    (tmp_path / "train.bin").write_bytes(llmc(RAMP)[:cut])
+    with pytest.raises(UserError, match="train.bin: cut short"):
+        TokenStream(tmp_path, "train")
+
+
+def test_other_version_of_llmc_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(llmc(RAMP, version=7))
+    with pytest.raises(UserError, match="version 7 of llm.c's format; expected 1"):
+        TokenStream(tmp_path, "train")
+
+
+def test_names_of_modded_nanogpt_are_found(tmp_path: Path) -> None:
+    for name in ("fineweb_train_000002.bin", "fineweb_train_000001.bin", "fineweb_val_000000.bin"):
+        (tmp_path / name).write_bytes(llmc(RAMP[:100] + int(name[-5])))
+    stream = TokenStream(tmp_path, "train")
+    assert len(stream) == 200 and stream.read(0, 1)[0] == 1 and stream.read(100, 1)[0] == 2
+    assert len(TokenStream(tmp_path, "val")) == 100
+
+
+def test_foreign_documents_end_with_the_end_of_text_of_the_tokenizer(tmp_path: Path) -> None:
+    for i, part in enumerate(([5, 256, 7, 8], [9, 256, 256, 1])):
+        (tmp_path / f"train_{i}.bin").write_bytes(llmc(np.array(part)))
+    starts, lengths = TokenStream(tmp_path, "train").documents(256)
+    assert starts.tolist() == [0, 2, 4, 6, 7] and lengths.tolist() == [2, 2, 2, 1, 1]
+
+
+def test_foreign_shard_is_read_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.bin").write_bytes(llmc(RAMP))
+    reads: list[Path] = []
+    real = foreign._read_through
+
+    def counting(path: Path, start: int, size: int) -> tuple[int, str]:
+        reads.append(path)
+        return real(path, start, size)
+
+    monkeypatch.setattr(foreign, "_read_through", counting)
+    first, again = open_shard(tmp_path / "train.bin"), open_shard(tmp_path / "train.bin")
+    assert first == again and first.max_id == 250 and len(reads) == 1
+    (tmp_path / "train.bin").write_bytes(llmc(RAMP + 1))
+    assert open_shard(tmp_path / "train.bin").max_id == 251 and len(reads) == 2
+    for kept in (tmp_path / "shards/.scans").iterdir():
+        kept.write_text("half wri")
+    assert open_shard(tmp_path / "train.bin").max_id == 251 and len(reads) == 3
+
+
+def test_pickle_beside_a_foreign_shard_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(RAMP.astype("<u2").tobytes())
+    (tmp_path / "meta.pkl").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+    assert TokenStream(tmp_path, "train").read(0, 5).tolist() == [0, 1, 2, 3, 4]
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_shard_cut_short_under_a_running_training_is_an_error(tmp_path: Path) -> None:
+    stream = TokenStream(write_shards(tmp_path / "s", RAMP, RAMP), "train")
+    path = tmp_path / "s/train-00000.bin"
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(UserError, match="cut short while in use"):
+        stream.read(1500, 100)

@@ -62,7 +62,7 @@ def test_values_rotated(monkeypatch: Patch) -> None:
 def test_cache_offset_forgotten(monkeypatch: Patch, name: str) -> None:
     monkeypatch.setattr(model.gpt, "Span", lambda q, k, horizon: Span(torch.arange(len(q)), k, horizon))
     with pytest.raises(AssertionError):
-        checks.check_decode_equals_forward(tiny_gpt(POSITIONS[name]))
+        checks.check_decode_equals_forward(tiny_gpt(POSITIONS[name]).double())
 
 
 def test_rectangular_mask_aligned_at_the_top_left(monkeypatch: Patch) -> None:
@@ -71,7 +71,7 @@ def test_rectangular_mask_aligned_at_the_top_left(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(model.attention, "attend", top_left)
     with pytest.raises(AssertionError):
-        checks.check_decode_equals_forward(tiny_gpt(POSITIONS["none"]))
+        checks.check_decode_equals_forward(tiny_gpt(POSITIONS["none"]).double())
 
 
 @pytest.mark.parametrize("kind", [Sinusoidal, Learned])

@@ -21,7 +21,7 @@ every_position = pytest.mark.parametrize("name", POSITIONS)
 
 @every_position
 def test_cached_decode_equals_full_forward(name: str) -> None:
-    model = tiny_gpt(POSITIONS[name], n_layer=4)
+    model = tiny_gpt(POSITIONS[name], n_layer=4).double()
     checks.check_decode_equals_forward(model)
     if model.position.max_length is None:
         checks.check_decode_equals_forward(model, length=3 * CONTEXT)
@@ -94,7 +94,7 @@ def test_lengths_do_not_leak_into_later_calls(name: str) -> None:
 
 @every_position
 def test_head_counts_that_are_not_powers_of_two(name: str) -> None:
-    checks.check_decode_equals_forward(tiny_gpt(POSITIONS[name], n_head=6, n_embd=48))
+    checks.check_decode_equals_forward(tiny_gpt(POSITIONS[name], n_head=6, n_embd=48).double())
 
 
 @every_position
