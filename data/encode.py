@@ -9,7 +9,7 @@ import numpy as np
 import tiktoken
 
 from data import text, tokenizer
-from data.readers import EMPTY, NOT_UTF8, Piece
+from data.pieces import EMPTY, NOT_UTF8, Piece
 from data.shards import token_dtype
 from data.text import Split
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from data.shards import CHUNK, Shard, ShardWriter, open_shard
+from data.shards import CHUNK, Shard, open_shard
+from data.writer import ShardWriter
 from model.config import UserError
 
 

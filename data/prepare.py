@@ -18,16 +18,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from data import openwebtext, sources, tokenizer, workers
 from data.encode import CUT, REPAIRED, Encoded
 from data.files import write_atomically
 from data.holdout import hold_out_end
 from data.progress import Progress
-from data.shards import ShardWriter, open_shard, token_dtype
+from data.shards import open_shard, token_dtype
 from data.sources import DataConfig, Source
 from data.text import Split
+from data.writer import SplitWriter
 from model.config import UserError
 
 JOURNAL_SECONDS = 5  # at most so much work is done again after a kill
@@ -116,7 +115,20 @@ class _Preparation:
         self.pieces_done, self.source_bytes = 0, 0
         self.counts: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
-        self.writers = {split: _SplitWriter(self, split) for split in SPLITS}
+        self.writers = self._new_writers()
+
+    def _new_writers(self) -> dict[Split, SplitWriter]:
+        return {
+            split: SplitWriter(
+                self.folder,
+                split,
+                self.config.shard_tokens,
+                tokenizer=self.identity["tokenizer"],
+                tokenizer_hash=self.identity["tokenizer_hash"],
+                vocab_size=self.encoding.n_vocab,
+            )
+            for split in SPLITS
+        }
 
     def run(self) -> list[str]:
         """Do what is left, and return the report line by line."""
@@ -159,7 +171,7 @@ class _Preparation:
             for file in self.folder.iterdir():
                 if file.name != ".lock":
                     file.unlink()
-            self.writers = {split: _SplitWriter(self, split) for split in SPLITS}
+            self.writers = self._new_writers()
             self._check_disk()
             return
         self.pieces_done, self.source_bytes = journal["pieces"], journal["source_bytes"]
@@ -238,59 +250,3 @@ class _Preparation:
     def _left_out(self) -> str:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(self.left_out.items()))
         return f"{sum(self.left_out.values()):,} documents: {reasons}" if reasons else ""
-
-
-class _SplitWriter:
-    """The shards of one split; each ends with the document that fills it."""
-
-    def __init__(self, preparation: _Preparation, split: Split) -> None:
-        self._folder, self._split = preparation.folder, split
-        self._shard_tokens = preparation.config.shard_tokens
-        self._vocab_size = preparation.encoding.n_vocab
-        self._tokenizer: tuple[str, str] = (
-            preparation.identity["tokenizer"],
-            preparation.identity["tokenizer_hash"],
-        )
-        self._index = 0
-        self._writer: ShardWriter | None = None
-
-    def _open(self, kept_tokens: int = 0) -> ShardWriter:
-        return ShardWriter(
-            self._folder / f"{self._split}-{self._index:05d}.bin",
-            tokenizer=self._tokenizer[0],
-            tokenizer_hash=self._tokenizer[1],
-            vocab_size=self._vocab_size,
-            kept_tokens=kept_tokens,
-        )
-
-    def resume(self, index: int, tokens: int) -> None:
-        self._index = index
-        if tokens:
-            self._writer = self._open(tokens)
-
-    def append(self, tokens: np.ndarray) -> None:
-        while len(tokens):
-            self._writer = self._writer or self._open()
-            room = max(self._shard_tokens - self._writer.n_tokens, 1)
-            ends = np.flatnonzero(tokens[room - 1 :] == self._vocab_size - 1)
-            end = room + int(ends[0]) if len(ends) else len(tokens)
-            self._writer.append(tokens[:end])
-            tokens = tokens[end:]
-            if len(ends):
-                self.close()
-
-    def sync(self) -> tuple[int, int]:
-        """(index, tokens) of the shard at hand, all of it on the disk."""
-        if self._writer is None:
-            return self._index, 0
-        self._writer.sync()
-        return self._index, self._writer.n_tokens
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer, self._index = None, self._index + 1
-
-    def abandon(self) -> None:
-        if self._writer is not None:
-            self._writer.abandon()

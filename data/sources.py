@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from data import openwebtext, readers
-from data.readers import Given, Piece
+from data.pieces import Given, Piece
 from data.text import BLOCK, Split
 from model.config import Strict, UserError
 

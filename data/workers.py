@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
 
 from data.encode import Encoded, encode
-from data.readers import Piece
+from data.pieces import Piece
 from data.text import BLOCK
 from model.config import RunFailed
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import PositiveInt
 
+from data.benchmark import OPENWEBTEXT_BYTES, loading, tokenizing
 from model import launch
 from model.config import GPTConfig, Strict, UserError, validate
 
@@ -22,7 +24,7 @@ POSITIONS = {
 
 
 class BenchmarkConfig(Strict):
-    what: Literal["train", "position", "decode"]
+    what: Literal["train", "position", "decode", "tokenize", "loader"]
     n_layer: PositiveInt
     n_head: PositiveInt
     n_embd: PositiveInt
@@ -30,6 +32,7 @@ class BenchmarkConfig(Strict):
     vocab_size: PositiveInt
     batch_size: PositiveInt
     repeats: PositiveInt
+    megabytes: PositiveInt
     threads: PositiveInt | None
     device: str
     out: str
@@ -48,9 +51,11 @@ def main(values: dict[str, Any]) -> None:
         torch.set_num_threads(config.threads)
     keep_freed_memory()
     device = pick_device(config.device)
-    variants, unit, count = VARIANTS[config.what](config, model_config, device)
-    rows = compare(variants, config.repeats, unit, count)
+    with VARIANTS[config.what](config, model_config, device) as (variants, unit, count):
+        rows = compare(variants, config.repeats, unit, count, warmups=0 if config.what == "tokenize" else 2)
     launch.print_table(rows, title=f"{config.what} on {device}, {torch.get_num_threads()} threads")
+    if config.what == "tokenize":
+        print(openwebtext_estimate(rows[1]["MB/s"], torch.get_num_threads()))
     out = Path(config.out).expanduser()
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -60,15 +65,15 @@ def main(values: dict[str, Any]) -> None:
 
 
 def compare(
-    variants: dict[str, Callable[[], None]], repeats: int, unit: str, count: int
+    variants: dict[str, Callable[[], None]], repeats: int, unit: str, count: dict[str, float], warmups: int
 ) -> list[dict[str, Any]]:
-    """Run the variants in turn, `repeats` times each after two warm-ups; the first is what others are compared to.
+    """Run the variants in turn, `repeats` times each after the warm-ups; the first is what others are compared to.
 
     Ratios are medians of the ratios within one turn, so a machine that slows down slows both sides.
     """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(-2, repeats):
-        print(f"turn {turn + 3} of {repeats + 2}", flush=True)
+    for turn in range(-warmups, repeats):
+        print(f"turn {turn + warmups + 1} of {repeats + warmups}", flush=True)
         for name, run in variants.items():
             began = time.perf_counter()
             run()
@@ -80,7 +85,7 @@ def compare(
             "variant": name,
             "median ms": statistics.median(times) * 1e3,
             "min ms": min(times) * 1e3,
-            unit: count / statistics.median(times),
+            unit: count[name] / statistics.median(times) if name in count else None,
             "time / first": statistics.median(t / f for t, f in zip(times, first, strict=True)),
         }
         for name, times in seconds.items()
@@ -122,17 +127,20 @@ def training_step(config: BenchmarkConfig, model: Any, device: Any, precision: s
     return step
 
 
-Variants = tuple[dict[str, Callable[[], None]], str, int]
+# what to time by name, the unit of its rate, and by name how many of these units one run is
+Variants = Iterator[tuple[dict[str, Callable[[], None]], str, dict[str, float]]]
 
 
+@contextmanager
 def train_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
     steps = {
         precision: training_step(config, build_gpt(config, shape, "rope", device), device, precision)
         for precision in ("fp32", "auto")
     }
-    return steps, "tokens/s", config.batch_size * config.context_length
+    yield steps, "tokens/s", dict.fromkeys(steps, config.batch_size * config.context_length)
 
 
+@contextmanager
 def position_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
     """A training step of each encoding, and of ALiBi as a mask, which is what its features save."""
     from model.position.alibi import ALiBi, slopes
@@ -151,9 +159,10 @@ def position_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) ->
     models["alibi as a mask"] = build_gpt(config, shape, "alibi", device)
     models["alibi as a mask"].position = MaskedALiBi(shape.dims)
     steps = {name: training_step(config, model, device, "auto") for name, model in models.items()}
-    return steps, "tokens/s", config.batch_size * config.context_length
+    yield steps, "tokens/s", dict.fromkeys(steps, config.batch_size * config.context_length)
 
 
+@contextmanager
 def decode_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
     """200 greedy tokens at batch 1, up to the context length, with and without the cache."""
     from model.generate import Sampling, generate
@@ -171,10 +180,43 @@ def decode_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> V
 
         return run
 
-    return {"cache": decode(True), "no cache": decode(False)}, "tokens/s", new
+    yield {"cache": decode(True), "no cache": decode(False)}, "tokens/s", {"cache": new, "no cache": new}
 
 
-VARIANTS = {"train": train_variants, "position": position_variants, "decode": decode_variants}
+@contextmanager
+def tokenize_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
+    with tokenizing(config.megabytes, config.threads) as (variants, n_bytes):
+        yield variants, "MB/s", dict.fromkeys(variants, n_bytes / 1e6)
+
+
+def openwebtext_estimate(rate: float, cores: int) -> str:
+    """How long OpenWebText would take if the rate grew with the cores, which is not measured here."""
+    minutes = [OPENWEBTEXT_BYTES / (rate / cores * 1e6 * n) / 60 for n in (16, 64)]
+    return (
+        f"{rate / cores:.1f} MB/s a core: OpenWebText, {OPENWEBTEXT_BYTES / 1e9} GB of text, would take "
+        f"{minutes[0]:.1f} minutes on 16 such cores and {minutes[1]:.1f} on 64 (extrapolated)"
+    )
+
+
+@contextmanager
+def loader_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
+    """A training step of model=mini on a batch, and the loading of that batch."""
+    mini = validate(GPTConfig, yaml.safe_load((launch.CONF / "model/mini.yaml").read_text()))
+    of_mini = config.model_copy(update={"context_length": mini.context_length})
+    step = training_step(of_mini, build_gpt(of_mini, mini, "rope", device), device, "auto")
+    with loading(mini.context_length, config.batch_size) as variants:
+        steps = {"a training step of model=mini": step, "a batch from the loader": variants["batch"]}
+        others = {"opening 1,000 shards": variants["opening"]}
+        yield steps | others, "tokens/s", dict.fromkeys(steps, config.batch_size * mini.context_length)
+
+
+VARIANTS = {
+    "train": train_variants,
+    "position": position_variants,
+    "decode": decode_variants,
+    "tokenize": tokenize_variants,
+    "loader": loader_variants,
+}
 
 
 if __name__ == "__main__":

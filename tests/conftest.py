@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 import train
 from data.loader import TokenStream
-from data.shards import write_shard
+from data.writer import write_shard
 from model.config import Dims, GPTConfig, validate
 from model.gpt import GPT
 from model.position import PositionEncoding, build

@@ -397,7 +397,7 @@ def test_prepare_and_plot(place: Path) -> None:
     assert "it has" in run("scripts/plot.py", "run=runs/first", "metric=los", cwd=place, code=2).stderr
 
 
-@pytest.mark.parametrize("what", ["train", "position", "decode"])
+@pytest.mark.parametrize("what", ["train", "position", "decode", "tokenize", "loader"])
 def test_benchmarks_run(place: Path, what: str) -> None:
     small = [
         "n_layer=1",
@@ -407,6 +407,7 @@ def test_benchmarks_run(place: Path, what: str) -> None:
         "vocab_size=64",
         "batch_size=2",
         "repeats=1",
+        "megabytes=1",
     ]
     run("scripts/benchmark.py", f"what={what}", *small, cwd=place)
     rows = json.loads((place / f"benchmarks/{what}.json").read_text())["rows"]

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
-from data import tokenizer
+from data import archive, parquet, readers, sources, tokenizer
 from data.loader import TokenStream
 from data.sources import DataConfig, find
 
@@ -96,3 +97,9 @@ def kjv() -> dict[str, list[bytes]]:
     """The books of the default corpus by split."""
     pieces = find(DataConfig(source="kjv")).pieces(Path())
     return {str(piece.split): [d for d in piece.documents() if isinstance(d, bytes)] for piece in pieces}
+
+
+def set_block(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Make pieces of `size` bytes, so that a small corpus has many."""
+    for module in (archive, parquet, readers, sources):
+        monkeypatch.setattr(module, "BLOCK", size)

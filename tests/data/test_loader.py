@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data.loader import OPEN_FILES, TokenStream, TrainLoader
-from data.shards import write_shard
+from data.writer import write_shard
 from model.config import UserError
 from tests.conftest import CONTEXT, write_shards
 

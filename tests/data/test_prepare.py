@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from data import prepare as preparation
-from data import readers, text, workers
+from data import text, workers
 from data.loader import TokenStream
 from data.prepare import prepare
 from data.shards import open_shard
@@ -213,7 +213,7 @@ def test_text_of_nothing_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "BLOCK", 2000)
+    corpus.set_block(monkeypatch, 2000)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl.zst", "parquet", "tar"])
@@ -286,7 +286,7 @@ def test_interrupted_at_any_write_it_ends_with_the_same_bytes(
         prepare(config(source, tmp_path / "undisturbed", shard_tokens=2500), "bytes", silent)
     )
     owner, name = {
-        "write": ("data.shards.ShardWriter", "append"),
+        "write": ("data.writer.ShardWriter", "append"),
         "fsync": ("os", "fsync"),
         "rename": ("pathlib.Path", "rename"),
         "replace": ("os", "replace"),

@@ -11,7 +11,7 @@ import pytest
 
 from data import readers, text
 from data.encode import encode
-from data.readers import NO_TEXT, NOT_JSON, TOO_LONG
+from data.pieces import NO_TEXT, NOT_JSON, TOO_LONG
 from data.sources import DataConfig, find
 from model.config import UserError
 from tests.data import corpus
@@ -27,7 +27,7 @@ def documents(path: Path, text_key: str = "text") -> list[bytes | str]:
 def test_every_format_gives_the_same_documents(
     tmp_path: Path, kind: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "BLOCK", block)
+    corpus.set_block(monkeypatch, block)
     path = corpus.write(tmp_path, kind)
     source = find(DataConfig(source="text", path=str(path)))
     pieces = list(source.pieces(tmp_path))
@@ -48,7 +48,7 @@ def test_long_text_in_parts_has_the_tokens_of_the_whole(
     source = find(DataConfig(source="text", path=str(tmp_path / "a.txt")))
     monkeypatch.setattr(text, "BLOCK", 3000)
     (one,) = [encode(piece, "gpt2", 0.5) for piece in source.pieces(tmp_path)]
-    monkeypatch.setattr(readers, "BLOCK", 3000)
+    corpus.set_block(monkeypatch, 3000)
     parts = [encode(piece, "gpt2", 0.5) for piece in source.pieces(tmp_path)]
     (split,) = one.tokens
     assert len(parts) > 10 and all(list(part.tokens) == [split] for part in parts)
@@ -95,7 +95,7 @@ def test_record_beyond_the_limit_is_counted_once_and_costs_no_other(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "LONGEST_RECORD", 1000)
-    monkeypatch.setattr(readers, "BLOCK", 300)
+    corpus.set_block(monkeypatch, 300)
     texts = ["first", "x" * 50_000, "second", "y" * 900, "z" * 1200, "third"]
     lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
     path = tmp_path / f"a.{kind}"

@@ -9,7 +9,8 @@ import pytest
 
 from data import foreign
 from data.loader import TokenStream
-from data.shards import ShardWriter, open_shard, token_dtype, write_shard
+from data.shards import open_shard, token_dtype
+from data.writer import ShardWriter, write_shard
 from model.config import UserError
 from tests.conftest import CONTEXT, write_shards
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from data import readers, text
-from data.readers import NOT_UTF8, Document
+from data.pieces import NOT_UTF8, Document
 from data.sources import DataConfig, find
 from model.config import UserError, validate
 from tests.data import corpus
@@ -98,8 +98,7 @@ def test_local_openwebtext_takes_archives_and_parquet_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("block", [3000, readers.BLOCK])
 def test_standard_input_is_json_lines_or_one_text(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "BLOCK", block)
-    monkeypatch.setattr("data.sources.BLOCK", block)
+    corpus.set_block(monkeypatch, block)
 
     def given(content: bytes) -> list[Document]:
         monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
@@ -117,8 +116,8 @@ def test_file_that_is_no_utf8_is_left_out_whatever_its_size(
 ) -> None:
     from data.encode import encode
 
-    for module in (readers, text):
-        monkeypatch.setattr(module, "BLOCK", 1000)
+    corpus.set_block(monkeypatch, 1000)
+    monkeypatch.setattr(text, "BLOCK", 1000)
     kinds = {
         "latin.txt": ("é l'été " * size).encode("latin-1"),
         "wide.txt": ("plain text " * size).encode("utf-16"),
