@@ -49,6 +49,10 @@ def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] 
     if config.source != "kjv":
         made_from["val_fraction"] = config.val_fraction
     partial = folder.with_name(f".{folder.name}.partial")
+    if config.path == sources.STDIN and _is_ready(folder, made_from):
+        raise UserError(
+            f"{folder}: exists, and whether it holds this standard input cannot be told; give data.out= or delete it"
+        )
     try:
         while not _is_ready(folder, made_from):
             with _alone_in(partial, say) as alone:

@@ -155,23 +155,23 @@ def _of_records(file: Path, name: str, size: int, text_key: str) -> Iterator[Pie
 
 def of_long_text(stream: BinaryIO, head: bytes = b"") -> Iterator[Piece]:
     """One document that starts with `head`, in parts whose tokens join to those of the whole."""
-    block = head or stream.read(BLOCK)
+    block, more = head or stream.read(BLOCK), stream.read(BLOCK)
+    if not more:
+        yield Given(size=len(block), given=(block,))
+        return
     if not is_text(block, as_utf8(block)[1]):
-        while block:
-            rest = stream.read(BLOCK)
-            yield Given(size=len(block), given=() if rest else (NOT_UTF8,))
-            block = rest
+        while more:
+            yield Given(size=len(block), given=())
+            block, more = more, stream.read(BLOCK)
+        yield Given(size=len(block), given=(NOT_UTF8,))
         return
     number = share(block)
-    while True:
-        more = stream.read(BLOCK)
-        if not more:
-            yield Given(size=len(block), given=(block,), part_of=number)
-            return
+    while more:
         block += more
         end, _ = cut(block, 0, len(block) - 4)
         yield Given(size=end, given=(block[:end],), part_of=number, continues=True)
-        block = block[end:]
+        block, more = block[end:], stream.read(BLOCK)
+    yield Given(size=len(block), given=(block,), part_of=number)
 
 
 def of_lines(

@@ -164,6 +164,17 @@ def test_document_on_which_the_tokenizer_panics_all_the_same_is_left_out(
     assert report(folder)["left_out"] == {"tokenizer failed": 1}
 
 
+def test_standard_input_is_prepared_once(tmp_path: Path) -> None:
+    arguments = ["data=text", "data.path=-", "tokenizer=bytes", "data.val_fraction=0.2"]
+    run(*arguments, cwd=tmp_path, input=corpus.json_lines().decode())
+    folder = tmp_path / "shards/stdin-bytes"
+    assert sorted(corpus.texts(folder, "train") + corpus.texts(folder, "val")) == sorted(corpus.DOCUMENTS)
+    again = run(*arguments, cwd=tmp_path, input="other text", code=2)
+    assert "whether it holds this standard input cannot be told; give data.out=" in again.stderr
+    empty = run(*arguments, "data.out=empty", cwd=tmp_path, input="", code=2)
+    assert "no document to train on" in empty.stderr and not (tmp_path / "empty").exists()
+
+
 # --- texts so few that one side would be empty -------------------------------------------------------------
 
 
