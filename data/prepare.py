@@ -223,15 +223,22 @@ class _Preparation:
         write_atomically(self.folder / "journal.json", json.dumps(state).encode())
 
     def _check_disk(self) -> None:
-        if self.source.n_files:
-            width = token_dtype(self.encoding.n_vocab).itemsize
-            needed = openwebtext.N_TOKENS * width * self.source.n_files // openwebtext.N_FILES
-            free = shutil.disk_usage(self.folder).free
-            if free < needed:
-                raise UserError(
-                    f"{self.folder.parent}: {free / 1e9:.1f} GB free, about {needed / 1e9:.1f} GB needed for shards; "
-                    f"give a folder on another disk as data.out=, or fewer files as data.shards="
-                )
+        """Say how much OpenWebText is, before hours are spent. Raises UserError when it does not fit the disk."""
+        part = (self.source.n_files or 0) / openwebtext.N_FILES
+        if not part:
+            return
+        documents, tokens = openwebtext.N_DOCUMENTS * part, openwebtext.N_TOKENS * part
+        needed = tokens * token_dtype(self.encoding.n_vocab).itemsize
+        print(
+            f"Expecting about {documents:,.0f} documents: {tokens / 1e9:.2f} B tokens by GPT-2's tokenizer, "
+            f"{needed / 2**30:.0f} GiB"
+        )
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise UserError(
+                f"{self.folder.parent}: {free / 2**30:.1f} GiB free, about {needed / 2**30:.0f} needed for shards; "
+                f"give a folder on another disk as data.out=, or fewer files as data.shards="
+            )
 
     def _report(self) -> list[str]:
         counts = self.counts

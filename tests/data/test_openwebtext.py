@@ -11,12 +11,16 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import data.prepare
+from data.sources import DataConfig
+from model.config import UserError
 from tests.conftest import ROOT
 from tests.data import corpus
 
@@ -124,6 +128,7 @@ def test_files_are_fetched_tokenized_and_not_asked_for_again(
 ) -> None:
     hub.branches = (branch,)
     said = prepare(hub, tmp_path, "data.shards=null").stdout
+    assert "about 8,013,769 documents: 9.04 B tokens by GPT-2's tokenizer, 17 GiB" in said
     assert "Fetching 3 files of Skylion007/openwebtext at 0123456789ab" in said and "Fetched 3 of 3" in said
     folder = tmp_path / "shards/openwebtext-bytes"
     found = corpus.texts(folder, "train") + corpus.texts(folder, "val")
@@ -172,3 +177,13 @@ def test_without_the_hub_it_says_what_to_do(tmp_path: Path, hub: type[Hub]) -> N
 def test_hub_without_parquet_is_one_sentence(tmp_path: Path, hub: type[Hub]) -> None:
     hub.branches = ()
     assert "has no .parquet files any more" in prepare(hub, tmp_path, code=2).stderr
+
+
+def test_disk_too_small_is_said_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**30))
+    config = DataConfig(source="openwebtext", shards=40, val_fraction=0.0005)
+    with pytest.raises(UserError, match=r"shards: 1.0 GiB free, about 8 needed.*data.out=, or fewer files"):
+        data.prepare.prepare(config, "gpt2")
