@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -53,10 +53,15 @@ class Dims:
     n_head: int
     head_dim: int
     context_length: int
+    original_length: int  # the window of the pretraining, where context_length is an extended one
 
 
 class GPTConfig(Strict):
-    """Shape of the decoder. `n_head` must divide `n_embd`; `context_length` is the trained length in tokens."""
+    """Shape of the decoder. `n_head` must divide `n_embd`; `context_length` is the trained length in tokens.
+
+    `original_length` is that of the pretraining, where `context_length` was extended from it (init_from= sets it).
+    `logit_scale` multiplies the attention logits past the original length: see model/logit_scale.py.
+    """
 
     n_layer: PositiveInt
     n_head: PositiveInt
@@ -65,6 +70,8 @@ class GPTConfig(Strict):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     bias: bool = False
     causal: bool = True
+    original_length: PositiveInt | None = None
+    logit_scale: Literal["none", "log_n", "yarn", "drope"] = "none"
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> GPTConfig:
@@ -79,7 +86,8 @@ class GPTConfig(Strict):
 
     @property
     def dims(self) -> Dims:
-        return Dims(self.n_embd, self.n_head, self.n_embd // self.n_head, self.context_length)
+        original = self.original_length or self.context_length
+        return Dims(self.n_embd, self.n_head, self.n_embd // self.n_head, self.context_length, original)
 
 
 def nearest(wrong: str, valid: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ the positions that it would have alone, and nothing is padded or masked.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Annotated, Literal
 
 import torch
@@ -78,6 +79,13 @@ def generate(
     depend on the other rows. Raises UserError for a bad prompt or a length that the encoding lacks.
     """
     _check_prompts(model, prompts, sampling)
+    if model.position.depends_on_horizon and len(set(map(len, prompts))) > 1:
+        # rows of different plans would have different angles: each is then decoded for itself
+        own = seeds or [sampling.seed] * len(prompts)
+        rows = [generate(model, [p], sampling, stop, [s]) for p, s in zip(prompts, own, strict=True)]
+        for steps in zip_longest(*rows):
+            yield [None if step is None else step[0] for step in steps]
+        return
     device = next(model.parameters()).device
     context = model.config.context_length
     generators = [torch.Generator().manual_seed(seed) for seed in seeds or [sampling.seed] * len(prompts)]

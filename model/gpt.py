@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from model.attention import CausalSelfAttention
 from model.cache import KVCache
 from model.config import GPTConfig, UserError
+from model.logit_scale import logit_scale
 from model.position import PositionEncoding, Span
 
 
@@ -40,8 +41,15 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor, position: PositionEncoding, state: Any, cache: KVCache | None) -> Tensor:
-        x_BTC = x_BTC + self.drop(self.attn(self.ln_1(x_BTC), position, state, cache))
+    def forward(
+        self,
+        x_BTC: Tensor,
+        position: PositionEncoding,
+        state: Any,
+        cache: KVCache | None,
+        logit_scale_T1: Tensor | None,
+    ) -> Tensor:
+        x_BTC = x_BTC + self.drop(self.attn(self.ln_1(x_BTC), position, state, cache, logit_scale_T1))
         return x_BTC + self.drop(self.mlp(self.ln_2(x_BTC)))
 
 
@@ -91,9 +99,10 @@ class GPT(nn.Module):
             raise UserError("a model with model.causal=false has no cache: every token changes all others")
         layers = [self.position.for_layer(layer) for layer in range(self.config.n_layer)]
         states = {encoding: encoding.prepare(span) for encoding in set(layers)}
+        scale_T1 = logit_scale(self.config.logit_scale, span, self.config.dims.original_length)
         x_BTC = self.drop(self.position.embed(self.embedding(ids_BT), span))
         for block, encoding in zip(self.blocks, layers, strict=True):
-            x_BTC = block(x_BTC, encoding, states[encoding], cache)
+            x_BTC = block(x_BTC, encoding, states[encoding], cache, scale_T1)
         if cache is not None:
             cache.length += T
         return F.linear(self.ln_f(x_BTC), self.embedding.weight)

@@ -19,7 +19,8 @@ from model.config import GPTConfig, Strict, UserError, validate
 FILES = {path.stem: path for path in sorted((launch.CONF / "position").glob("*.yaml"))}
 # NoPE first, for the others are compared with it
 POSITIONS = {
-    name: yaml.safe_load(FILES[name].read_text()) for name in sorted(FILES, key=lambda n: n != "none")
+    name: {k: v for k, v in yaml.safe_load(FILES[name].read_text()).items() if k != "defaults"}
+    for name in sorted(FILES, key=lambda n: n != "none")
 }
 
 

@@ -23,9 +23,15 @@ from model.training import run_dir
 from model.training.config import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-POSITIONS = {
-    path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / "conf/position").glob("*.yaml"))
-}
+
+
+def read_options(folder: str) -> dict[str, dict[str, Any]]:
+    """The options of a config group by name, as they are without their defaults list."""
+    found = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / folder).glob("*.yaml"))}
+    return {name: {k: v for k, v in values.items() if k != "defaults"} for name, values in found.items()}
+
+
+POSITIONS = read_options("conf/position")
 CONTEXT = 32
 VOCAB = 257
 
@@ -38,6 +44,12 @@ def _repeatable() -> None:
 
 def tiny_config(**changes: Any) -> GPTConfig:
     return GPTConfig(**{"n_layer": 2, "n_head": 4, "n_embd": 32, "context_length": CONTEXT, **changes})
+
+
+def dims(n_embd: int, n_head: int, context_length: int, original_length: int | None = None) -> Dims:
+    return tiny_config(
+        n_embd=n_embd, n_head=n_head, context_length=context_length, original_length=original_length
+    ).dims
 
 
 def tiny_gpt(position: dict[str, Any], **changes: Any) -> GPT:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from model.config import Dims
 from model.position.base import PositionEncoding, Span
+from model.position.scaling import interpolation_of
 
 
 def slopes(n_head: int) -> Tensor:
@@ -30,16 +32,19 @@ class ALiBi(PositionEncoding):
     slope (appended to q) and the position (appended to k), and the fused causal kernel needs no mask. Both
     factors are split into parts that bf16 holds well: positions into 256 * (p // 256) and p % 256, exact to
     65,535; slopes into a high part and a remainder.
+
+    `scaling=linear` divides the distances by its factor (Al-Khateeb et al. 2023, arXiv 2310.13017).
     """
 
-    def __init__(self, dims: Dims) -> None:
+    def __init__(self, dims: Dims, scaling: dict[str, Any] | None = None) -> None:
         super().__init__(dims)
         self.n_head, self.head_dim = dims.n_head, dims.head_dim
+        self.interpolation = interpolation_of(scaling, dims)
 
     def prepare(self, span: Span) -> tuple[Tensor, Tensor]:
         """Query features (H, 1, 4) and key features (T, 4), in fp32."""
         # attention multiplies every score by 1 / sqrt(D); the published bias is not scaled
-        slope_H = slopes(self.n_head) * math.sqrt(self.head_dim)
+        slope_H = slopes(self.n_head) * math.sqrt(self.head_dim) / self.interpolation
         high_H = slope_H.to(torch.bfloat16).to(torch.float64)
         query_H4 = torch.stack((high_H, slope_H - high_H, high_H, slope_H - high_H), dim=-1)
         low_T = span.q % 256

@@ -35,6 +35,7 @@ class PositionEncoding(nn.Module):
     """
 
     max_length: int | None = None  # the length past which the encoding is not defined; None: no limit
+    depends_on_horizon = False  # whether `Span.horizon` changes what it gives
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()

@@ -14,9 +14,16 @@ class PerLayer(PositionEncoding):
     """`pattern` names an entry of `kinds` per block, repeated over the depth.
 
     [rope, rope, rope, none] drops positions in every fourth block, as SmolLM3 and Llama 4 do ("RNoPE").
+    `scaling` is that of every kind whose own is null.
     """
 
-    def __init__(self, dims: Dims, pattern: list[str], kinds: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        dims: Dims,
+        pattern: list[str],
+        kinds: dict[str, dict[str, Any]],
+        scaling: dict[str, Any] | None = None,
+    ) -> None:
         from model.position import build
 
         super().__init__(dims)
@@ -27,11 +34,13 @@ class PerLayer(PositionEncoding):
             wrong = next((name for name in pattern if name not in kinds), "[]")
             raise UserError(f"position.pattern: {wrong} is not one of position.kinds{nearest(wrong, kinds)}")
         self.pattern = pattern
-        self.kinds = nn.ModuleDict(
-            {name: build(values, dims, f"position.kinds.{name}.") for name, values in kinds.items()}
-        )
+        self.kinds = nn.ModuleDict()
+        for name, values in kinds.items():
+            own = values | ({"scaling": scaling} if values.get("scaling", ...) is None else {})
+            self.kinds[name] = build(own, dims, f"position.kinds.{name}.")
         limits = [kind.max_length for kind in self.encodings() if kind.max_length is not None]
         self.max_length = min(limits, default=None)
+        self.depends_on_horizon = any(kind.depends_on_horizon for kind in self.encodings())
 
     def encodings(self) -> list[PositionEncoding]:
         return [kind for kind in self.kinds.values() if isinstance(kind, PositionEncoding)]

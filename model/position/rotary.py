@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from model.config import Dims, UserError
 from model.position.base import PositionEncoding, Span
+from model.position.scaling import scaling_of
 
 Layout = Literal["interleaved", "half"]
-
-
-def inverse_frequencies(head_dim: int, base: float) -> Tensor:
-    """theta_i = base^(-2i/d), i = 0 .. d/2 - 1, as (head_dim / 2,) in float64. Su et al. 2021, eq. 15."""
-    return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
 
 
 def rotate(x: Tensor, cos_TF: Tensor, sin_TF: Tensor, layout: Layout) -> Tensor:
@@ -48,10 +44,16 @@ class Rotary(PositionEncoding):
     """Su et al. 2021 (RoFormer, arXiv 2104.09864), eq. 34: q and k are rotated by position, values never.
 
     The score of positions n and m then depends on n - m alone. Frequencies are computed in float64 and
-    angles in fp32, from integer positions, in every forward.
+    angles in fp32, from integer positions, in every forward. `scaling` carries it past the trained length.
     """
 
-    def __init__(self, dims: Dims, base: float = 10000.0, layout: Layout = "half") -> None:
+    def __init__(
+        self,
+        dims: Dims,
+        base: float = 10000.0,
+        layout: Layout = "half",
+        scaling: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(dims)
         if dims.head_dim % 2:
             raise UserError(
@@ -61,12 +63,15 @@ class Rotary(PositionEncoding):
         if base <= 1:
             raise UserError(f"position.base={base}: expected a number above 1, such as 10000")
         self.head_dim, self.base, self.layout = dims.head_dim, base, layout
+        self.scaling = scaling_of(scaling, dims)
+        self.depends_on_horizon = self.scaling.depends_on_horizon
+        self.scaling.frequencies(dims.head_dim, base, dims.context_length)  # says now what does not fit
 
     def prepare(self, span: Span) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (T, head_dim / 2) in fp32."""
-        inverse = inverse_frequencies(self.head_dim, self.base).to(span.q.device, torch.float32)
-        angles_TF = span.q.to(torch.float32)[:, None] * inverse
-        return angles_TF.cos(), angles_TF.sin()
+        """cos and sin, each (T, head_dim / 2) in fp32, times the scaling's attention factor."""
+        inverse, attention_factor = self.scaling.frequencies(self.head_dim, self.base, span.horizon)
+        angles_TF = span.q.to(torch.float32)[:, None] * inverse.to(span.q.device, torch.float32)
+        return angles_TF.cos() * attention_factor, angles_TF.sin() * attention_factor
 
     def encode_qk(
         self, q_BHTD: Tensor, k_BHTD: Tensor, state: tuple[Tensor, Tensor]

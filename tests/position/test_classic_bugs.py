@@ -117,7 +117,7 @@ def test_alibi_bias_divided_by_sqrt_d(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("where", ["frequencies", "positions"])
 def test_angles_in_bf16(monkeypatch: Patch, where: str) -> None:
     def rounded(self: Rotary, span: Span) -> Any:
-        inverse = model.position.rotary.inverse_frequencies(self.head_dim, self.base).float()
+        inverse = model.position.scaling.inverse_frequencies(self.head_dim, self.base).float()
         positions = span.q.float()
         if where == "frequencies":
             inverse = inverse.bfloat16().float()

@@ -7,14 +7,15 @@ import math
 import pytest
 import torch
 
-from model.config import Dims, GPTConfig, UserError
+from model.config import GPTConfig, UserError
 from model.gpt import GPT
 from model.kernels import attend, reference_attend
 from model.position import build
 from model.position.additive import sinusoids
 from model.position.alibi import slopes
-from model.position.rotary import Layout, convert_layout, inverse_frequencies, rotate
-from tests.conftest import CONTEXT, POSITIONS, VOCAB, encoding, tiny_config, tiny_gpt
+from model.position.rotary import Layout, convert_layout, rotate
+from model.position.scaling import inverse_frequencies
+from tests.conftest import CONTEXT, POSITIONS, VOCAB, dims, encoding, tiny_config, tiny_gpt
 from tests.position import checks
 
 ROPE, NONE = POSITIONS["rope"], POSITIONS["none"]
@@ -118,7 +119,10 @@ def test_learned_adds_the_row_of_each_position() -> None:
 
 
 def test_gpt2_small_learned_table_has_786432_parameters() -> None:
-    learned = build(POSITIONS["learned"], Dims(n_embd=768, n_head=12, head_dim=64, context_length=1024))
+    learned = build(
+        POSITIONS["learned"],
+        dims(768, 12, 1024),
+    )
     assert sum(p.numel() for p in learned.parameters()) == 786_432
 
 
@@ -140,7 +144,10 @@ def test_learned_positions_are_refused_beyond_their_table() -> None:
 
 def test_rope_worked_example() -> None:
     """d = 4, base 10000, m = 3, n = 7: angles 3, 0.03 and 7, 0.07."""
-    position = build(ROPE | {"layout": "interleaved"}, Dims(n_embd=4, n_head=1, head_dim=4, context_length=8))
+    position = build(
+        ROPE | {"layout": "interleaved"},
+        dims(4, 1, 8),
+    )
     cos, sin = position.prepare(checks.span(8))
     angles = torch.atan2(sin, cos)
     wrapped = math.atan2(math.sin(7), math.cos(7))
@@ -187,7 +194,7 @@ def test_rope_half_layout_equals_transformers_llama() -> None:
     )
     q, k = torch.randn(2, 2, 4, 100, 16)
     cos, sin = theirs(q, torch.arange(100)[None])
-    ours = encoding("rope", Dims(n_embd=64, n_head=4, head_dim=16, context_length=128), layout="half")
+    ours = encoding("rope", dims(64, 4, 128), layout="half")
     for a, b in zip(
         ours.encode_qk(q, k, ours.prepare(checks.span(100))),
         apply_rotary_pos_emb(q, k, cos, sin),
@@ -202,7 +209,11 @@ def test_rope_interleaved_layout_equals_transformers_gptj() -> None:
     q = torch.randn(1, 50, 4, 16)  # (B, T, H, D) there
     sin, cos = create_sinusoidal_positions(50, 16)[None].chunk(2, dim=-1)
     theirs = apply_rotary_pos_emb(q, sin, cos)
-    ours = encoding("rope", Dims(n_embd=64, n_head=4, head_dim=16, context_length=64), layout="interleaved")
+    ours = encoding(
+        "rope",
+        dims(64, 4, 64),
+        layout="interleaved",
+    )
     rotated, _ = ours.encode_qk(q.transpose(1, 2), q.transpose(1, 2), ours.prepare(checks.span(50)))
     torch.testing.assert_close(rotated.transpose(1, 2), theirs, atol=2e-5, rtol=1e-5)
 
@@ -230,7 +241,7 @@ def test_rope_angles_stay_fp32_in_a_bf16_model() -> None:
 
 
 def test_rope_in_bf16_rotates_adjacent_positions_differently() -> None:
-    position = encoding("rope", Dims(n_embd=64, n_head=1, head_dim=64, context_length=64)).bfloat16()
+    position = encoding("rope", dims(64, 1, 64)).bfloat16()
     q = torch.ones(1, 1, 4096, 64, dtype=torch.bfloat16)
     rotated = position.encode_qk(q, q, position.prepare(checks.span(4096)))[0][0, 0]
     assert (rotated[1:] != rotated[:-1]).any(-1).all()
@@ -266,9 +277,7 @@ def test_alibi_equals_transformers_bloom(n_head: int) -> None:
 
 def alibi_bias(n_head: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     """The bias (H, T, S) that the features make, in float64: zero content, so the scores are the bias."""
-    position = encoding("alibi", Dims(n_embd=64 * n_head, n_head=n_head, head_dim=64, context_length=64)).to(
-        dtype
-    )
+    position = encoding("alibi", dims(64 * n_head, n_head, 64)).to(dtype)
     zeros = torch.zeros(1, n_head, length, 64, dtype=dtype)
     q, k = position.encode_qk(zeros, zeros, position.prepare(checks.span(length)))
     return (q.double() @ k.double().transpose(-1, -2))[0] / 8
