@@ -6,6 +6,7 @@ Reading path: this file, then model/gpt.py, model/attention.py and model/positio
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import time
 from pathlib import Path
@@ -33,15 +34,21 @@ def main(values: dict[str, Any]) -> dict[str, Any]:
         group, tags = launch.sweep()
         logger = values["logger"]
         values["logger"] = logger | {"group": logger["group"] or group, "tags": [*logger["tags"], *tags]}
-        config, path = validate(RunConfig, values), None
+        path = None
+        if values["init_from"] is not None:
+            parent = Path(values["init_from"]).expanduser()
+            config = run_dir.extend(run_dir.load_config(parent), values, launch.overridden())
+        else:
+            config = validate(RunConfig, values)
     from model.load import check_buildable  # torch, once the configuration is known to be right
 
-    check_buildable(config)
-    # the shards of a resumed run are where it had them, unless it is told of others
-    told = path is None or any(key == "data" or key.startswith("data.") for key in launch.overridden())
-    folder = (
-        prepare(config.data, config.tokenizer.name) if path is None or told else run_dir.shards(path, config)
-    )
+    check_buildable(config if path is None else config.model_copy(update={"resume": str(path)}))
+    # the shards of a run that goes on are where it had them, unless it is told of others
+    earlier = path or (Path(config.init_from).expanduser() if config.init_from else None)
+    if earlier is None or any(re.match(r"(data|tokenizer)\b", key) for key in launch.overridden()):
+        folder = prepare(config.data, config.tokenizer.name)
+    else:
+        folder = run_dir.shards(earlier, config)
     streams = {split: TokenStream(folder, split) for split in ("train", "val")}
     for stream in streams.values():
         stream.check_fits(config.tokenizer.name, config.model.context_length)
@@ -76,7 +83,7 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
     import torch
 
     from model.evaluation.perplexity import evaluate, token_losses
-    from model.load import build_model, identity
+    from model.load import build_model, identity, load_parent
     from model.training import checkpoint, report
     from model.training.device import autocast, keep_freed_memory, pick_device
     from model.training.interrupt import Interrupt
@@ -90,8 +97,11 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
     model = build_model(config).to(device)
     optimizers = Optimizers(model, config.optim)
     data = {"train": loader.stream.fingerprint(), "val": val_stream.fingerprint()}
-    step, best_loss = 0, math.inf
+    step, best_loss, parent = 0, math.inf, None
     state = checkpoint.read_newest(path, print)
+    if state is None and config.init_from:
+        parent = load_parent(model, config)
+        print(f"Starting from {config.init_from} at step {parent['step']}")
     if state is not None:
         checkpoint.check_same(state, "data", data, path)
         checkpoint.load_weights(model, state, path)
@@ -103,7 +113,7 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
             raise UserError(
                 f"{path}: finished at step {step}; give train.steps={2 * step} to train on from there"
             )
-    run_id = run_dir.record(path, config, loader.stream.folder)
+    run_id = run_dir.record(path, config, loader.stream.folder, parent)
     if config.train.compile:
         model.compile()  # in place, so that the names of the weights stay as they are
 

@@ -26,7 +26,7 @@ from model.config import RunFailed, UserError, flat_keys, nearest
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 # values that are free text, which Hydra's grammar would otherwise split at commas, equals signs and quotes
-FREE_TEXT = ("prompt", "data.prompt", "run", "run_dir", "resume", "data.path", "data.out", "out")
+FREE_TEXT = ("prompt", "data.prompt", "run", "run_dir", "resume", "init_from", "data.path", "data.out", "out")
 
 
 def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
@@ -41,7 +41,15 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, it does not fail
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
-    given = [argument for argument in sys.argv[1:] if re.match(r"\w+=[\w-]+$", argument)]
+    given = [argument for argument in sys.argv[1:] if re.match(r"[\w/]+=[\w-]+$", argument)]
+    for argument in sys.argv[1:]:
+        key, _, option = argument.partition("=")
+        if "." in key and re.fullmatch(r"[\w.]+", key) and (CONF / key.replace(".", "/")).is_dir():
+            print(
+                f"error: {argument}: a group is named with a slash; give {key.replace('.', '/')}={option}",
+                file=sys.stderr,
+            )
+            sys.exit(2)
     sys.argv[1:] = [_quoted(argument, multirun) for argument in sys.argv[1:]]
     rows: list[dict[str, Any]] = []
     failed: dict[str, int] = {}  # job to exit code
@@ -159,14 +167,15 @@ def _sentence(error: Exception, config_name: str, given: list[str]) -> str:
         return "a config group takes the name of an option, not null or a value; no position is position=none"
     missing = re.search(r"Missing mandatory value: (\S+)", text)
     if missing:
-        return f"{missing[1]}: missing; give {missing[1]}=<value>"
+        key = getattr(error, "full_key", None) or missing[1]
+        return f"{key}: missing; give {key}=<value>"
     return " ".join(text.split())
 
 
 def _valid_keys(config_name: str, given: list[str]) -> list[str]:
     """All keys of the configuration with the groups that the user chose."""
     groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-    chosen = [argument for argument in given if argument.split("=")[0] in groups]
+    chosen = [argument for argument in given if (CONF / argument.split("=")[0]).is_dir()]
     for overrides in (chosen, []):
         GlobalHydra.instance().clear()
         try:

@@ -24,9 +24,12 @@ def build_model(config: RunConfig) -> GPT:
 
 
 def check_buildable(config: RunConfig) -> None:
-    """Raises UserError when position or device would fail later, without computing or writing anything."""
+    """Raises UserError when the model or device would fail later, without computing or writing anything."""
     with torch.device("meta"):
-        build(config.position, config.model.dims)
+        model = build_model(config)
+    if config.init_from and not config.resume:
+        path = Path(config.init_from).expanduser()
+        checkpoint.check_weights(model, _parent_state(path), path)
     pick_device(config.train.device, "train.device")
 
 
@@ -50,6 +53,25 @@ def load_run(path: Path, which: Literal["last", "best"] = "last") -> Run:
     checkpoint.load_weights(model, state, path)
     checkpoint.check_same(state, "config", identity(config), path)
     return Run(config, model.eval(), state["data"])
+
+
+def load_parent(model: GPT, config: RunConfig) -> dict[str, Any]:
+    """Load the newest weights of `config.init_from` into `model`, strictly; returns what is recorded of the parent.
+
+    Raises UserError when it has no checkpoint, or one of another shape.
+    """
+    path = Path(str(config.init_from)).expanduser()
+    state = _parent_state(path)
+    checkpoint.load_weights(model, state, path)
+    length = config.model.dims.original_length
+    return {"run": str(path.resolve()), "step": state["step"], "original_length": length}
+
+
+def _parent_state(path: Path) -> dict[str, Any]:
+    state = checkpoint.read_newest(path, say=print)
+    if state is None:
+        raise UserError(f"init_from={path}: holds no checkpoint yet; train it first")
+    return state
 
 
 def identity(config: RunConfig) -> dict[str, Any]:

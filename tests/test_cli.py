@@ -472,3 +472,38 @@ def test_wandb_gets_each_step_once_in_order_with_all_its_metrics(place: Path) ->
     assert [step for step, _ in calls] == [1, 2, 3, 4, 6, 8, 9, 10, 12]
     written = [json.loads(line) for line in (place / "runs/recorded/metrics.jsonl").read_text().splitlines()]
     assert [values for _, values in calls] == written
+
+
+# --- fine-tuning at a longer window ------------------------------------------------------------------------
+
+
+def test_run_is_extended_and_goes_on_by_itself(place: Path) -> None:
+    """The command of the README at a tiny size; the new run records its parent and needs it no longer."""
+    extended = ["init_from=runs/first", "position/scaling=yarn", "position.scaling.factor=4"]
+    more = ["model.context_length=128", "train.steps=3", "run_dir=runs/extended", "logger.mode=disabled"]
+    said = run("train.py", *extended, *more, cwd=place).stdout
+    assert "Starting from runs/first at step 30" in said
+    record = json.loads((place / "runs/extended/run.json").read_text())["parent"]
+    assert record == {"run": str(place / "runs/first"), "step": 30, "original_length": 32}
+    stored = yaml.safe_load((place / "runs/extended/config.yaml").read_text())
+    assert stored["model"]["original_length"] == 32 and stored["model"]["context_length"] == 128
+    (place / "runs/first").rename(place / "runs/away")
+    run("train.py", "resume=runs/extended", "train.steps=5", cwd=place)
+    (place / "runs/away").rename(place / "runs/first")
+    assert [line["step"] for line in metrics(place / "runs/extended")] == [1, 3, 5]
+    run("scripts/sample.py", "run=runs/extended", "prompt=In", "max_new_tokens=5", cwd=place)
+    twice = run("train.py", "init_from=runs/extended", "model.context_length=256", "train.steps=1", cwd=place)
+    assert "Starting from runs/extended at step 5" in twice.stdout
+    assert "init_from=runs/none" in run("train.py", "init_from=runs/none", cwd=place, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("position.scaling=yarn", "a group is named with a slash; give position/scaling=yarn"),
+        ("position/scaling=yarn", "position.scaling.factor: missing; give position.scaling.factor=<value>"),
+        ("position/scaling=jarn", "position/scaling=jarn: no such option; did you mean yarn?"),
+    ],
+)
+def test_mistaken_scaling_is_one_sentence(place: Path, argument: str, message: str) -> None:
+    assert message in run("train.py", argument, cwd=place, code=2).stderr

@@ -16,11 +16,11 @@ import torch
 
 from data.loader import TokenStream
 from model.config import RunFailed, UserError
-from model.load import build_model, load_run
+from model.load import build_model, check_buildable, load_parent, load_run
 from model.training import checkpoint, run_dir
 from model.training.config import OptimConfig
 from model.training.optim import Optimizers, lr_factor
-from tests.conftest import POSITIONS, TINY, compose_config, write_shards
+from tests.conftest import CONTEXT, POSITIONS, TINY, compose_config, write_shards
 
 Train = Callable[..., Path]
 
@@ -453,3 +453,39 @@ def test_compiled_run_has_the_same_losses_and_loads_uncompiled(train_tiny: Train
     for ours, theirs in zip(metrics(compiled), metrics(eager), strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-3)
     assert load_run(compiled).model.state_dict().keys() == load_run(eager).model.state_dict().keys()
+
+
+# --- starting from another run -----------------------------------------------------------------------------
+
+
+def test_extended_run_has_the_parents_configuration_and_weights(
+    train_tiny: Callable[..., Path],
+) -> None:
+    parent = train_tiny("train.steps=5", "optim.lr=0.004", name="parent")
+    given = {"position.scaling", "model.context_length", "train.steps", "init_from"}
+    composed = compose_config(
+        *("position/scaling=linear", "position.scaling.factor=4", "data=bin", "data.path=x"),
+        *("model.context_length=128", "train.steps=7", f"init_from={parent}"),
+    ).model_dump()
+    config = run_dir.extend(run_dir.load_config(parent), composed, ["position/scaling", *sorted(given)])
+    assert config.model.context_length == 128 and config.model.original_length == CONTEXT
+    assert config.position["scaling"]["factor"] == 4 and config.optim.lr == 0.004
+    assert config.model.n_embd == 32 and config.tokenizer.name == "bytes" and config.train.steps == 7
+    again = run_dir.extend(config, composed | {"model": {"context_length": 512}}, ["model.context_length"])
+    assert again.model.original_length == CONTEXT  # that of the pretraining, not of the parent
+
+    model = build_model(config)
+    record = load_parent(model, config)
+    assert record == {"run": str(parent.resolve()), "step": 5, "original_length": CONTEXT}
+    state = checkpoint.read_newest(parent, print)
+    assert state is not None
+    assert all(torch.equal(state["model"][name], weight) for name, weight in model.state_dict().items())
+
+
+@pytest.mark.parametrize("change", ["model.n_embd=64", "position=learned"])
+def test_parent_of_another_shape_is_refused_before_anything_is_made(
+    train_tiny: Callable[..., Path], change: str
+) -> None:
+    parent = train_tiny("train.steps=1", name="parent")
+    with pytest.raises(UserError, match=r"parent: from a model of another shape"):
+        check_buildable(compose_config(*TINY, "data.path=x", change, f"init_from={parent}"))

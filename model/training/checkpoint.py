@@ -100,8 +100,8 @@ def read_newest(run_dir: Path, say: Callable[[str], None]) -> dict[str, Any] | N
     return None
 
 
-def load_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
-    """Strictly load the model's weights. Raises UserError naming the first name or shape that differs."""
+def check_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
+    """Raises UserError naming the first name or shape in which the checkpoint differs from the model."""
     weights, own = state.get("model"), model.state_dict()
     if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
         raise UserError(f"{source}: holds no weights; expected a checkpoint that train.py wrote")
@@ -112,8 +112,14 @@ def load_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
             raise UserError(
                 f"{source}: from a model of another shape, {name} is {there} there and {here} here; "
                 f"use the config.yaml of the run that wrote it"
+                + ("; a longer table is read with position/scaling=linear" if "table" in name else "")
             )
-    model.load_state_dict(weights)
+
+
+def load_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
+    """Strictly load the model's weights. Raises UserError as `check_weights` does."""
+    check_weights(model, state, source)
+    model.load_state_dict(state["model"])
 
 
 def check_same(state: dict[str, Any], part: str, here: dict[str, Any], source: Path) -> None:

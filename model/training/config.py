@@ -93,6 +93,7 @@ class RunConfig(Strict):
     logger: LoggerConfig
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    init_from: str | None = None
     run_dir: str | None = None
     resume: str | None = None
 

@@ -119,14 +119,12 @@ def load_config(path: Path) -> RunConfig:
         raise UserError(f"{file}: {error}") from None
 
 
-def record(path: Path, config: RunConfig, shards: Path) -> str:
-    """Write config.yaml and run.json: environment, folder of shards, and the W&B run id, which is returned."""
+def record(path: Path, config: RunConfig, shards: Path, parent: dict[str, Any] | None) -> str:
+    """Write config.yaml and run.json: environment, shards, parent, and the W&B run id, which is returned."""
     values = config.model_dump(mode="json", exclude={"run_dir", "resume"})
     write_atomically(path / "config.yaml", yaml.safe_dump(values, sort_keys=False).encode())
-    known = _read_record(path)
-    known = (
-        {"id": secrets.token_hex(4), "environment": environment()} | known | {"shards": str(shards.resolve())}
-    )
+    known = {"id": secrets.token_hex(4), "environment": environment(), "parent": parent} | _read_record(path)
+    known["shards"] = str(shards.resolve())
     write_json(path / "run.json", known)
     return str(known["id"])
 
@@ -165,13 +163,7 @@ def merge_for_resume(
 
     Raises UserError with the difference when a change would make it another experiment.
     """
-    values = stored.model_dump()
-    for key in overridden:
-        *parents, leaf = key.split(".")
-        target, source = values, composed
-        for parent in parents:
-            target, source = target.setdefault(parent, {}), source.get(parent, {})
-        target[leaf] = source.get(leaf)
+    values = _overridden(stored, composed, overridden)
     asked = validate(RunConfig, values | {"resume": None, "run_dir": None})
     changes = differences(stored, asked)
     refused = [f"{key} ({old} -> {new})" for key, old, new in changes if not key.startswith(CHANGEABLE)]
@@ -180,6 +172,32 @@ def merge_for_resume(
             f"resume: a continued run cannot change {', '.join(refused)}; drop the override or start a new run"
         )
     return asked, [f"{key}: {old} -> {new}" for key, old, new in changes]
+
+
+def extend(parent: RunConfig, composed: dict[str, Any], overridden: list[str]) -> RunConfig:
+    """The configuration of a run that starts from `parent`'s weights: the parent's, with what was given now.
+
+    The window of the pretraining is kept as `model.original_length`, so that scalings know it. Raises UserError
+    as validation does.
+    """
+    values = _overridden(parent, composed, overridden)
+    values["model"]["original_length"] = parent.model.dims.original_length
+    if "name" not in overridden:
+        values["name"] = f"{parent.name}-on"
+    values["logger"] = composed["logger"]
+    return validate(RunConfig, values | {"run_dir": composed["run_dir"], "resume": None})
+
+
+def _overridden(stored: RunConfig, composed: dict[str, Any], overridden: list[str]) -> dict[str, Any]:
+    """The stored values, with those of the keys and groups that were given replaced by the composed ones."""
+    values = stored.model_dump()
+    for key in overridden:
+        *parents, leaf = key.replace("/", ".").split(".")
+        target, source = values, composed
+        for parent in parents:
+            target, source = target.setdefault(parent, {}), source.get(parent, {})
+        target[leaf] = source.get(leaf)
+    return values
 
 
 def _look_up(values: Any, key: str) -> Any:
