@@ -494,7 +494,9 @@ def test_run_is_extended_and_goes_on_by_itself(place: Path) -> None:
     run("scripts/sample.py", "run=runs/extended", "prompt=In", "max_new_tokens=5", cwd=place)
     twice = run("train.py", "init_from=runs/extended", "model.context_length=256", "train.steps=1", cwd=place)
     assert "Starting from runs/extended at step 5" in twice.stdout
-    assert "init_from=runs/none" in run("train.py", "init_from=runs/none", cwd=place, code=2).stderr
+    assert (
+        "runs/none: not a run directory" in run("train.py", "init_from=runs/none", cwd=place, code=2).stderr
+    )
 
 
 @pytest.mark.parametrize(
