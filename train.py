@@ -216,7 +216,7 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
         }
         wandb.conclude(val.metrics() | summary, sample)
     run_dir.write_json(path / "evaluation" / "val.json", val.as_dict() | {"step": step} | summary)
-    report.finished(path, step, val, summary, sample)
+    report.finished(path, step, length, val, summary, sample)
     return {
         "val loss": val.loss,
         "perplexity": val.perplexity,

@@ -19,6 +19,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+LogitScale = Literal["none", "log_n", "yarn", "drope"]
+
 
 class UserError(ValueError):
     """Something the user can put right: entry points print it as one sentence and exit with code 2."""
@@ -71,7 +73,7 @@ class GPTConfig(Strict):
     bias: bool = False
     causal: bool = True
     original_length: PositiveInt | None = None
-    logit_scale: Literal["none", "log_n", "yarn", "drope"] = "none"
+    logit_scale: LogitScale = "none"
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> GPTConfig:

@@ -80,7 +80,15 @@ class GPT(nn.Module):
             nn.init.normal_(module.proj.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def forward(self, ids_BT: Tensor, cache: KVCache | None = None, horizon: int | None = None) -> Tensor:
-        """Logits (B, T, V) for token ids (B, T) that follow what `cache` holds.
+        """Logits (B, T, V) for token ids (B, T) that follow what `cache` holds. Arguments are `hidden`'s."""
+        return self.head(self.hidden(ids_BT, cache, horizon))
+
+    def head(self, hidden_BTC: Tensor) -> Tensor:
+        """Logits (B, T, V) from the output of `hidden`; the weights are those of the embedding."""
+        return F.linear(hidden_BTC, self.embedding.weight)
+
+    def hidden(self, ids_BT: Tensor, cache: KVCache | None = None, horizon: int | None = None) -> Tensor:
+        """What the head reads, (B, T, C), for token ids (B, T) that follow what `cache` holds.
 
         `horizon` is the length the sequence is planned to reach (default: the length it has now). Raises
         UserError when that exceeds what the encoding defines.
@@ -105,7 +113,8 @@ class GPT(nn.Module):
             x_BTC = block(x_BTC, encoding, states[encoding], cache, scale_T1)
         if cache is not None:
             cache.length += T
-        return F.linear(self.ln_f(x_BTC), self.embedding.weight)
+        normed: Tensor = self.ln_f(x_BTC)
+        return normed
 
     def parameter_count(self) -> int:
         """Trainable parameters, position tables included; the tied head counts once."""

@@ -106,6 +106,11 @@ def sweep() -> tuple[str | None, list[str]]:
     return f"sweep_{Path(config.sweep.dir).name}", list(config.overrides.task)
 
 
+def chosen_scaling(position: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What position/scaling= was given to a command that takes a finished run; None when it was not."""
+    return None if position is None else position.get("scaling")
+
+
 def print_table(rows: list[dict[str, Any]], title: str | None = None) -> None:
     """A table for people: one column per key, numbers on the right."""
     table = Table(title=title, title_justify="left")

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from data import tokenizer
-from model.config import UserError
+from model.config import UserError, validate
 from model.gpt import GPT
 from model.position import build
 from model.training import checkpoint, run_dir
@@ -36,23 +36,36 @@ def check_buildable(config: RunConfig) -> None:
 class Run(NamedTuple):
     config: RunConfig
     model: GPT
+    step: int
     data: dict[str, str]  # fingerprint of each split that it was trained with
 
 
-def load_run(path: Path, which: Literal["last", "best"] = "last") -> Run:
+def load_run(
+    path: Path,
+    which: Literal["last", "best"] = "last",
+    scaling: dict[str, Any] | None = None,
+    logit_scale: str | None = None,
+) -> Run:
     """The configuration and model of a run directory, on the CPU, in evaluation mode.
 
-    Raises UserError when it is no run, or has no intact checkpoint of its own configuration.
+    `scaling` and `logit_scale`, where given, take the place of the run's own: they hold no weights. Raises
+    UserError when it is no run, or has no intact checkpoint of its own configuration.
     """
     config = run_dir.load_config(path)
     best = path / "checkpoints" / "best.pt"
     state = checkpoint.read(best) if which == "best" else checkpoint.read_newest(path, say=print)
     if state is None:
         raise UserError(f"{path}: holds no checkpoint yet; train it on with: python train.py resume={path}")
+    checkpoint.check_same(state, "config", identity(config), path)
+    values = config.model_dump()
+    if scaling is not None:
+        values["position"]["scaling"] = scaling
+    if logit_scale is not None:
+        values["model"]["logit_scale"] = logit_scale
+    config = validate(RunConfig, values)
     model = build_model(config)
     checkpoint.load_weights(model, state, path)
-    checkpoint.check_same(state, "config", identity(config), path)
-    return Run(config, model.eval(), state["data"])
+    return Run(config, model.eval(), state["step"], state["data"])
 
 
 def load_parent(model: GPT, config: RunConfig) -> dict[str, Any]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from model.config import LogitScale
 from model.position.base import Span
-
-LogitScale = Literal["none", "log_n", "yarn", "drope"]
 
 
 def logit_scale(kind: LogitScale, span: Span, original_length: int) -> Tensor | None:

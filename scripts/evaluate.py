@@ -11,78 +11,121 @@ from pydantic import PositiveInt
 
 from data.loader import TokenStream
 from model import launch
-from model.config import Strict, UserError, validate
+from model.config import LogitScale, Strict, UserError, validate
+
+Protocol = Literal["non_overlapping", "sliding", "last"]
 
 
 class EvaluateConfig(Strict):
     run: str | list[str]
     checkpoint: Literal["last", "best"]
     lengths: list[PositiveInt] | None
+    protocol: Protocol | list[Protocol]
+    stride: PositiveInt
     split: Literal["train", "val"]
     max_tokens: PositiveInt | None
     batch_tokens: PositiveInt
     precision: Literal["auto", "fp32", "bf16"]
+    logit_scale: LogitScale | None
     device: str
     name: str
 
 
 def main(values: dict[str, Any]) -> None:
+    scaling = launch.chosen_scaling(values.pop("position", None))
     config = validate(EvaluateConfig, values)
     if not re.fullmatch(r"[\w.-]+", config.name):
         raise UserError(
             f"name={config.name}: names a file in the run; expected letters, digits, '-', '_' and '.'"
         )
-    runs = [config.run] if isinstance(config.run, str) else config.run
-    rows = [row for run in runs for row in evaluate_run(Path(run).expanduser(), config)]
-    launch.print_table(rows, title=f"{config.split}, non-overlapping windows, every token scored once")
-
-
-def evaluate_run(path: Path, config: EvaluateConfig) -> list[dict[str, Any]]:
-    """Score one run at every length, write evaluation/<name>.json, and return a row per length."""
+    paths = [Path(run).expanduser() for run in ([config.run] if isinstance(config.run, str) else config.run)]
+    rows = [row for path in paths for row in evaluate_run(path, config, scaling)]
     # imported here, so that --help and a mistyped key are answered without loading torch
-    from model.evaluation.perplexity import evaluate
+    from model.evaluation.lengths import draw
+
+    for path in paths:
+        draw(rows, path / "evaluation" / f"{config.name}.png")
+    launch.print_table([shown(row) for row in rows], title=f"{config.split}, {rows[0]['precision']}")
+
+
+def shown(row: dict[str, Any]) -> dict[str, Any]:
+    """What of a row fits a table for people."""
+    columns = {
+        "run": "run",
+        "trained": "trained",
+        "length": "length",
+        "protocol": "protocol",
+        "stride": "stride",
+        "loss": "loss",
+        "standard_error": "±",
+        "perplexity": "perplexity",
+        "bits_per_byte": "bits/byte",
+        "tokens": "tokens",
+        "clusters": "docs",
+        "skipped": "skipped",
+    }
+    return {title: row[key] for key, title in columns.items() if key in row}
+
+
+def evaluate_run(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Score one run at every length and protocol, and keep the rows in evaluation/<name>.json as they come."""
+    from model.evaluation.lengths import Plan, read_rows, sweep, write_rows
     from model.load import load_run
     from model.training.checkpoint import check_same
     from model.training.device import autocast, pick_device
-    from model.training.run_dir import shards, write_json
+    from model.training.run_dir import shards
 
     device = pick_device(config.device)
-    run, model, trained_on = load_run(path, config.checkpoint)
-    model.to(device)
-    stream = TokenStream(shards(path, run), config.split)
-    stream.check_fits(run.tokenizer.name, 1)
-    check_same({"data": trained_on}, "data", {config.split: stream.fingerprint()}, path)
-    trained = run.model.context_length
+    run = load_run(path, config.checkpoint, scaling, config.logit_scale)
+    run.model.to(device)
+    stream = TokenStream(shards(path, run.config), config.split)
+    stream.check_fits(run.config.tokenizer.name, 1)
+    fingerprint = stream.fingerprint()
+    check_same({"data": run.data}, "data", {config.split: fingerprint}, path)
+    precision = autocast(device, config.precision)
+    settings = {
+        "run": path.name + "".join(f" +{name}" for name in changed(scaling, config.logit_scale)),
+        "step": run.step,
+        "split": config.split,
+        "data": fingerprint,
+        "position": run.config.position,
+        "logit_scale": run.config.model.logit_scale,
+        "max_tokens": config.max_tokens,
+        "precision": "bf16" if precision.keywords["enabled"] else "fp32",
+    }
+    protocols = [config.protocol] if isinstance(config.protocol, str) else config.protocol
+    lengths = sorted(set(config.lengths or [run.config.model.context_length]))
+    plan = Plan(lengths, list(protocols), config.stride, config.max_tokens, settings)
+    file = path / "evaluation" / f"{config.name}.json"
+    known = read_rows(file)
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{path.name}: {done / total:4.0%}", end="\r", file=sys.stderr, flush=True)
+
     rows: list[dict[str, Any]] = []
-    for length in config.lengths or [trained]:
-        row: dict[str, Any] = {"run": path.name, "trained": trained, "length": length}
-        limit = model.position.max_length
-        if limit is not None and length > limit:
-            rows.append(row | {"note": f"not defined beyond {limit}"})
-            continue
-        if length >= len(stream):
-            rows.append(row | {"note": f"the split has {len(stream)} tokens"})
-            continue
+    for row in sweep(
+        run,
+        stream,
+        plan,
+        known,
+        batch_tokens=config.batch_tokens,
+        autocast=precision,
+        on_batch=progress,
+    ):
+        rows.append(row)
+        if row not in known:
+            known.append(row)
+            write_rows(file, known)
+    return rows
 
-        def progress(done: int, total: int, length: int = length) -> None:
-            if sys.stderr.isatty():
-                print(
-                    f"\r{path.name} at {length}: {done / total:4.0%}", end="\r", file=sys.stderr, flush=True
-                )
 
-        score = evaluate(
-            model,
-            stream,
-            length,
-            max_tokens=config.max_tokens,
-            batch_tokens=config.batch_tokens,
-            autocast=autocast(device, config.precision),
-            on_batch=progress,
-        )
-        rows.append(row | score.as_dict())
-    write_json(path / "evaluation" / f"{config.name}.json", {"split": config.split, "scores": rows})
-    columns = {"standard_error": "± loss", "bits_per_byte": "bits/byte"}
-    return [{columns.get(key, key): value for key, value in row.items() if key != "protocol"} for row in rows]
+def changed(scaling: dict[str, Any] | None, logit_scale: str | None) -> list[str]:
+    """Names of what took the place of the run's own, for its label."""
+    names = [] if scaling is None else [str(scaling["_target_"]).rpartition(".")[2]]
+    if scaling and "factor" in scaling:
+        names[0] += f"({scaling['factor']:g})"
+    return names + ([f"logits {logit_scale}"] if logit_scale else [])
 
 
 if __name__ == "__main__":

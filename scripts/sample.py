@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from data import tokenizer
 from model import launch
-from model.config import Strict, UserError, validate
+from model.config import LogitScale, Strict, UserError, validate
 
 
 class SampleConfig(Strict):
@@ -20,11 +20,13 @@ class SampleConfig(Strict):
     prompt: str | list[str]
     prompt_ids: list[NonNegativeInt] | None
     num_samples: PositiveInt
+    logit_scale: LogitScale | None
     device: str
     out: str | None
 
 
 def main(values: dict[str, Any]) -> None:
+    given = values.pop("position", None)
     config = validate(SampleConfig, {key: values.pop(key) for key in SampleConfig.model_fields})
     # imported here, so that --help and a mistyped key are answered without loading torch
     from model.generate import Sampling, generate
@@ -38,7 +40,9 @@ def main(values: dict[str, Any]) -> None:
         raise UserError(f"out={out}: exists; give another name")
     if config.prompt and config.prompt_ids is not None:
         raise UserError("prompt and prompt_ids are both given; give one of them")
-    run, model, _ = load_run(Path(config.run).expanduser(), config.checkpoint)
+    run, model, *_ = load_run(
+        Path(config.run).expanduser(), config.checkpoint, launch.chosen_scaling(given), config.logit_scale
+    )
     model.to(pick_device(config.device))
     encoding, end_of_text = None, model.vocab_size - 1
     if config.prompt_ids is None:

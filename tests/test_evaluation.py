@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from data.loader import TokenStream
 from data.prepare import prepare
 from data.sources import DataConfig
-from model.evaluation.perplexity import evaluate
+from model.config import UserError
+from model.evaluation import perplexity
+from model.evaluation.perplexity import evaluate, score, token_losses
+from model.evaluation.windows import Protocol, Windows, choose_documents, document_windows
 from tests.conftest import CONTEXT, POSITIONS, VOCAB, tiny_gpt, write_shards
 
 
@@ -33,11 +36,14 @@ def test_loss_is_weighted_by_tokens_not_by_batches(tmp_path: Path) -> None:
             super().__init__()
             self.seen, self.anchor = 0, nn.Parameter(torch.zeros(()))
 
-        def forward(self, ids: Tensor) -> Tensor:
+        def hidden(self, ids: Tensor) -> Tensor:
             index = torch.arange(self.seen, self.seen + ids.numel()).view_as(ids)
             self.seen += ids.numel()
             p = torch.where(index < 100, math.exp(-1.0), math.exp(-3.0))
             return torch.stack(((1 - p).log(), p.log()), -1)
+
+        def head(self, hidden: Tensor) -> Tensor:
+            return hidden
 
     score = evaluate(ByPosition(), stream, 100, batch_tokens=100)  # type: ignore[arg-type]
     assert score.tokens == 110
@@ -52,13 +58,16 @@ def test_every_token_is_scored_once_at_ln_v_by_a_uniform_model(val: TokenStream,
             super().__init__()
             self.anchor = nn.Parameter(torch.zeros(()))
 
-        def forward(self, ids: Tensor) -> Tensor:
+        def hidden(self, ids: Tensor) -> Tensor:
             return torch.zeros(*ids.shape, VOCAB)
+
+        def head(self, hidden: Tensor) -> Tensor:
+            return hidden
 
     score = evaluate(Uniform(), val, length)  # type: ignore[arg-type]
     assert score.tokens == 999
     assert score.loss == pytest.approx(math.log(VOCAB), abs=1e-6)
-    assert score.standard_error == pytest.approx(0, abs=1e-6)
+    assert score.standard_error == (pytest.approx(0, abs=1e-6) if length < 999 else None)
 
 
 @pytest.mark.parametrize("name", POSITIONS)
@@ -91,3 +100,121 @@ def test_bits_per_byte_uses_the_bytes_of_the_scored_text(tmp_path: Path) -> None
     score = evaluate(tiny_gpt(POSITIONS["none"]), stream, CONTEXT)
     n_bytes = score.tokens - 1  # every scored token is one byte, but for the end-of-text
     assert score.bits_per_byte == pytest.approx(score.loss * score.tokens / math.log(2) / n_bytes)
+
+
+# --- protocols ---------------------------------------------------------------------------------------------
+
+PROTOCOLS: list[Protocol] = ["non_overlapping", "sliding", "last"]
+
+
+def scored(windows: Windows) -> list[int]:
+    """The position in the stream of every scored target."""
+    return [
+        start + 1 + place
+        for start, width, skip in zip(*windows[:3], strict=True)
+        for place in range(int(skip), int(width))
+    ]
+
+
+@pytest.mark.parametrize("stride", [1, 16, 32, 40])
+@pytest.mark.parametrize("window", [1, 7, 32, 100, 200])
+def test_sliding_scores_each_token_once_with_the_context_promised(window: int, stride: int) -> None:
+    starts, lengths = np.array([5, 200]), np.array([101, 33])
+    if stride > window:
+        with pytest.raises(UserError, match=f"stride={stride}: more than the window of {window} tokens"):
+            document_windows(starts, lengths, "sliding", window, stride, 1)
+        return
+    windows = document_windows(starts, lengths, "sliding", window, stride, 1)
+    assert scored(windows) == [*range(6, 106), *range(201, 233)]
+    for start, width, skip, cluster in zip(*windows, strict=True):
+        first = starts[cluster]
+        assert first <= start and start + width < first + lengths[cluster]
+        assert width == window or start == first  # only the first window may be short, as its document is
+        assert skip >= window - stride or start == first
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_length_scores_the_same_tokens(protocol: Protocol) -> None:
+    starts, lengths = np.array([0, 500, 900]), np.array([400, 129, 300])
+    found = [
+        sorted(scored(document_windows(starts, lengths, protocol, length, min(16, length), 128)))
+        for length in (1, 16, 32, 100, 128)
+    ]
+    assert all(targets == found[0] for targets in found) and len(set(found[0])) == len(found[0])
+    wanted = (lengths - (128 if protocol == "last" else 1)).sum()
+    assert len(found[0]) == wanted
+
+
+def test_last_scores_only_tokens_with_the_longest_context_in_the_last_places() -> None:
+    windows = document_windows(np.array([10]), np.array([300]), "last", 64, 16, 128)
+    assert scored(windows) == list(range(10 + 128, 310))
+    assert (windows.width == 64).all() and (windows.skip >= 64 - 16).all() and windows.start.min() >= 10
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_limit_on_tokens_is_exact_and_the_same_for_every_length(protocol: Protocol) -> None:
+    starts, lengths = np.array([0, 50, 500]), np.array([50, 400, 700])
+    chosen = choose_documents(starts, lengths, protocol, 64, 500)
+    for length in (16, 64):
+        assert document_windows(*chosen, protocol, length, 8, 64).targets == 500
+    assert 0 not in chosen[0]  # of 50 tokens: too short for a window of 64
+
+
+def test_strided_uniform_model_has_ln_v_for_every_stride(tmp_path: Path) -> None:
+    """101 tokens, window 32: 100 scored, each once, at ln 257."""
+    tokens = np.arange(101) % 256
+    stream = TokenStream(write_shards(tmp_path / "s", tokens, tokens), "val")
+    model = tiny_gpt(POSITIONS["none"])
+    with torch.no_grad():
+        model.embedding.weight.zero_()
+    for stride in (32, 16, 1):
+        windows = document_windows(*stream.documents(256), "sliding", 32, stride, 1)
+        found = score(model, stream, windows)
+        assert found.tokens == 100 and found.loss == pytest.approx(5.5491, abs=1e-4)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_loss_equals_a_plain_loop_over_tokens(val: TokenStream, protocol: Protocol) -> None:
+    model = tiny_gpt(POSITIONS["rope"])
+    windows = document_windows(np.array([3]), np.array([150]), protocol, 20, 6, 40)
+    total, count = 0.0, 0
+    by_place: dict[int, list[float]] = {}
+    with torch.no_grad():
+        for start, width, skip, _ in zip(*windows, strict=True):
+            ids = torch.from_numpy(val.read(int(start), int(width) + 1))[None]
+            for place in range(int(skip), int(width)):
+                logits = model(ids[:, : place + 1], horizon=int(width))[0, -1]
+                nats = -float(logits.log_softmax(-1)[ids[0, place + 1]])
+                total, count = total + nats, count + 1
+                by_place.setdefault(place, []).append(nats)
+    found = score(model, val, windows, edge=10, batch_tokens=100)
+    assert (found.tokens, found.loss) == (count, pytest.approx(total / count, rel=1e-5))
+    for bucket in found.by_position:
+        inside = [n for place, ns in by_place.items() for n in ns if bucket["from"] <= place < bucket["to"]]
+        assert bucket["tokens"] == len(inside) and bucket["loss"] == pytest.approx(np.mean(inside), rel=1e-5)
+    assert sum(bucket["tokens"] for bucket in found.by_position) == count
+    assert any(bucket["to"] == 10 for bucket in found.by_position) or protocol == "last"
+
+
+def test_standard_error_is_over_documents(tmp_path: Path) -> None:
+    """Two documents of equal length at losses a and b: the mean of two draws, |a - b| / 2."""
+    tokens = [*([1] * 40), 256, *([2] * 40), 256]
+    stream = TokenStream(write_shards(tmp_path / "s", tokens, tokens), "val")
+    model = tiny_gpt(POSITIONS["none"])
+    starts, lengths = stream.documents(256)
+    both = score(model, stream, document_windows(starts, lengths, "non_overlapping", 10, 10, 1))
+    each = [
+        score(model, stream, document_windows(starts[i : i + 1], lengths[:1], "non_overlapping", 10, 10, 1))
+        for i in (0, 1)
+    ]
+    assert both.clusters == 2 and each[0].standard_error is None
+    assert both.standard_error == pytest.approx(abs(each[0].loss - each[1].loss) / 2, rel=1e-6)
+
+
+def test_losses_in_pieces_are_those_of_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, windows = tiny_gpt(POSITIONS["alibi"]), torch.randint(VOCAB, (3, 101))
+    with torch.enable_grad():
+        whole = token_losses(model, windows)
+    monkeypatch.setattr(perplexity, "HEAD_TOKENS", 30)
+    with torch.no_grad():
+        torch.testing.assert_close(token_losses(model, windows), whole)

@@ -1,10 +1,12 @@
-"""Loss on held-out text. Every token is scored once and counts the same, whatever the batch size."""
+"""Loss on held-out text. Every scored token counts the same, whatever the window and the batch size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,90 +14,144 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import TokenStream
+from model.evaluation.windows import Windows, stream_windows
 from model.gpt import GPT
+
+HEAD_TOKENS = 4096  # tokens whose logits are held at once, so that memory is linear in length and small
 
 
 @dataclass(frozen=True)
 class Score:
-    """`loss` in nats per token over `tokens` tokens, with its standard error over windows."""
+    """`loss` in nats per token over `tokens` tokens, with its standard error over clusters.
+
+    `by_position` has the loss of tokens by their place in the window, in buckets that end before `to`.
+    """
 
     loss: float
     perplexity: float
     bits_per_byte: float | None  # None when the shards do not say how many bytes a token stands for
-    standard_error: float
+    standard_error: float | None  # None for a single cluster
+    clusters: int
     tokens: int
-    length: int
-    protocol: str = "non_overlapping"
+    by_position: list[dict[str, float]]
 
-    def as_dict(self) -> dict[str, float | int | str | None]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def metrics(self) -> dict[str, float]:
         """The metric names that W&B and metrics.jsonl use."""
         named = {"loss": self.loss, "perplexity": self.perplexity, "standard_error": self.standard_error}
-        bits = {} if self.bits_per_byte is None else {"bits_per_byte": self.bits_per_byte}
-        return {f"val/{name}": value for name, value in (named | bits).items()}
+        named["bits_per_byte"] = self.bits_per_byte
+        return {f"val/{name}": value for name, value in named.items() if value is not None}
 
 
 def token_losses(model: GPT, windows_BT1: Tensor) -> Tensor:
     """Cross entropy in nats of each next token, (B, T) in fp32, for windows (B, T + 1)."""
-    targets_BT = windows_BT1[:, 1:]
-    logits_BTV = model(windows_BT1[:, :-1]).float()
-    losses = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
-    return losses.view_as(targets_BT)
+    inputs_BT, targets_BT = windows_BT1[:, :-1], windows_BT1[:, 1:]
+    if torch.is_grad_enabled():  # autograd keeps all logits anyway; this call is the one that may be compiled
+        logits_BTV = model(inputs_BT).float()
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none").view_as(
+            targets_BT
+        )
+    step = max(HEAD_TOKENS // len(targets_BT), 1)
+    losses = [
+        F.cross_entropy(
+            model.head(hidden_BtC).float().flatten(0, 1), targets_Bt.flatten(), reduction="none"
+        ).view_as(targets_Bt)
+        for hidden_BtC, targets_Bt in zip(
+            model.hidden(inputs_BT).split(step, 1), targets_BT.split(step, 1), strict=True
+        )
+    ]
+    return torch.cat(losses, 1)
+
+
+def evaluate(
+    model: GPT, stream: TokenStream, length: int, *, max_tokens: int | None = None, **options: Any
+) -> Score:
+    """Score `stream` in back-to-back windows of `length` tokens across documents, as training sees it."""
+    return score(model, stream, stream_windows(len(stream), length, max_tokens), **options)
 
 
 @torch.no_grad()
-def evaluate(
+def score(
     model: GPT,
     stream: TokenStream,
-    length: int,
+    windows: Windows,
     *,
-    max_tokens: int | None = None,
+    edge: int | None = None,
     batch_tokens: int = 16384,
     autocast: Callable[[], torch.autocast] | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Score:
-    """Score `stream` in back-to-back windows of `length` tokens, the last one shorter, from its start.
+    """Score the targets of `windows`.
 
-    Fixed windows and no random draw: the result depends on nothing but model and text, and the training's
-    RNG is not touched. The model's mode is restored. `on_batch(tokens_done, tokens)` is called per batch.
+    No random draw: the result depends on nothing but model and text, and the training's RNG is not touched.
+    The model's mode is restored. `edge` is a position that shall divide buckets, such as the trained length.
+    `on_batch(tokens_done, tokens)` is called per batch.
     """
-    total = min(len(stream) - 1, max_tokens or len(stream))
     bytes_by_id = stream.bytes_per_token()
     device = next(model.parameters()).device
-    batch = max(batch_tokens // length, 1)
-    starts = list(range(0, total - total % length, length))
-    batches = [(starts[i : i + batch], length) for i in range(0, len(starts), batch)]
-    if total % length:
-        batches.append(([total - total % length], total % length))
-    sums: list[np.ndarray] = []
-    counts: list[np.ndarray] = []
-    n_bytes = 0
+    nats, tokens = np.zeros(windows.cluster.max() + 1), np.zeros(windows.cluster.max() + 1)
+    nats_at, tokens_at = np.zeros(windows.width.max()), np.zeros(windows.width.max())
+    n_bytes = done = 0
     training = model.training
     model.eval()
     try:
-        for begin, width in batches:
-            windows = np.stack([stream.read(start, width + 1) for start in begin])
+        for rows in _batches(windows, batch_tokens):
+            width = int(windows.width[rows[0]])
+            ids = np.stack([stream.read(int(start), width + 1) for start in windows.start[rows]])
             with autocast() if autocast else torch.autocast(device.type, enabled=False):
-                losses_BT = token_losses(model, torch.from_numpy(windows).to(device))
-            sums.append(losses_BT.cpu().double().sum(1).numpy())
-            counts.append(np.full(len(begin), width))
-            n_bytes += int(bytes_by_id[windows[:, 1:]].sum()) if bytes_by_id is not None else 0
+                losses_BT = token_losses(model, torch.from_numpy(ids).to(device))
+            scored_BT = np.arange(width) >= windows.skip[rows, None]
+            losses = np.where(scored_BT, losses_BT.cpu().double().numpy(), 0)
+            np.add.at(nats, windows.cluster[rows], losses.sum(1))
+            np.add.at(tokens, windows.cluster[rows], scored_BT.sum(1))
+            nats_at[:width] += losses.sum(0)
+            tokens_at[:width] += scored_BT.sum(0)
+            if bytes_by_id is not None:
+                n_bytes += int(bytes_by_id[ids[:, 1:]][scored_BT].sum())
+            done += int(scored_BT.sum())
             if on_batch:
-                on_batch(int(sum(c.sum() for c in counts)), total)
+                on_batch(done, windows.targets)
     finally:
         model.train(training)
-    nats, tokens = np.concatenate(sums), np.concatenate(counts)
     loss = float(nats.sum() / tokens.sum())
-    # a ratio estimator: windows are the independent draws, tokens inside one are not
-    residuals = nats - loss * tokens
-    spread = math.sqrt(float((residuals**2).sum()) * len(nats) / max(len(nats) - 1, 1))
     return Score(
         loss=loss,
         perplexity=math.exp(min(loss, 700)),
         bits_per_byte=float(nats.sum()) / math.log(2) / n_bytes if n_bytes else None,
-        standard_error=spread / float(tokens.sum()),
+        standard_error=_standard_error(nats, tokens, loss),
+        clusters=len(nats),
         tokens=int(tokens.sum()),
-        length=length,
+        by_position=_buckets(nats_at, tokens_at, edge),
     )
+
+
+def _batches(windows: Windows, batch_tokens: int) -> list[np.ndarray]:
+    """Indices of windows of one width each, at most `batch_tokens` together, in their order."""
+    batches: list[np.ndarray] = []
+    for width in np.unique(windows.width)[::-1]:
+        rows = np.flatnonzero(windows.width == width)
+        step = max(batch_tokens // int(width), 1)
+        batches += [rows[i : i + step] for i in range(0, len(rows), step)]
+    return batches
+
+
+def _standard_error(nats: np.ndarray, tokens: np.ndarray, loss: float) -> float | None:
+    """Of a ratio of sums over clusters, which are the independent draws: tokens inside one are not."""
+    n = len(nats)
+    if n < 2:
+        return None
+    residuals = nats - loss * tokens
+    return math.sqrt(float((residuals**2).sum()) * n / (n - 1)) / float(tokens.sum())
+
+
+def _buckets(nats_at: np.ndarray, tokens_at: np.ndarray, edge: int | None) -> list[dict[str, float]]:
+    length = len(nats_at)
+    edges = sorted({0, length, *(2**k for k in range(40)), *([edge] if edge else [])})
+    edges = [e for e in edges if e <= length]
+    return [
+        {"from": a, "to": b, "loss": float(nats_at[a:b].sum() / count), "tokens": int(count)}
+        for a, b in pairwise(edges)
+        if (count := tokens_at[a:b].sum())
+    ]

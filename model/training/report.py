@@ -84,9 +84,10 @@ class Progress:
 
     def say(self, step: int, loss: float, val: Score) -> None:
         """Print a validation; it stays on the screen."""
+        error = "" if val.standard_error is None else f" ± {val.standard_error:.4f}"
         bits = "" if val.bits_per_byte is None else f" | {val.bits_per_byte:.3f} bits/byte"
         self._console.print(
-            f"step {step}/{self._steps} | train {loss:.4f} | val {val.loss:.4f} ± {val.standard_error:.4f}"
+            f"step {step}/{self._steps} | train {loss:.4f} | val {val.loss:.4f}{error}"
             f" | perplexity {val.perplexity:.2f}{bits}",
             highlight=False,
         )
@@ -106,7 +107,12 @@ def sample(model: GPT, config: RunConfig) -> tuple[str, str] | None:
 
 
 def finished(
-    path: Path, steps: int, val: Score, summary: dict[str, Any], text: tuple[str, str] | None
+    path: Path,
+    steps: int,
+    length: int,
+    val: Score,
+    summary: dict[str, Any],
+    text: tuple[str, str] | None,
 ) -> None:
     if text is not None:
         print(f"\nSample (temperature 0.8, top-p 0.95):\n{text[0]}|{text[1]}\n")
@@ -120,7 +126,7 @@ def finished(
     }
     print_table([row])
     where, python = shlex.quote(str(path)), _command("python")
-    lengths = ",".join(str(val.length * factor) for factor in (1, 2, 4))
+    lengths = ",".join(str(length * factor) for factor in (1, 2, 4))
     print(
         f"Run directory: {path}\n\nNext, to generate, to score beyond the trained length, to train on, "
         f"and to compare the curves of offline runs in the terminal:\n"
