@@ -26,6 +26,16 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
+    def project(
+        self, x_BTC: Tensor, position: PositionEncoding, state: Any, logit_scale_T1: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each (B, H, T, D); queries and keys may be wider, as the encoding likes."""
+        qkv_3BHTD = self.qkv(x_BTC).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
+        q_BHTD, k_BHTD, v_BHTD = qkv_3BHTD.unbind(0)
+        if logit_scale_T1 is not None:
+            q_BHTD = (q_BHTD * logit_scale_T1).to(q_BHTD.dtype)
+        return *position.encode_qk(q_BHTD, k_BHTD, state), v_BHTD
+
     def forward(
         self,
         x_BTC: Tensor,
@@ -34,11 +44,7 @@ class CausalSelfAttention(nn.Module):
         cache: KVCache | None = None,
         logit_scale_T1: Tensor | None = None,
     ) -> Tensor:
-        qkv_3BHTD = self.qkv(x_BTC).unflatten(-1, (3, self.n_head, -1)).permute(2, 0, 3, 1, 4)
-        q_BHTD, k_BHTD, v_BHTD = qkv_3BHTD.unbind(0)
-        if logit_scale_T1 is not None:
-            q_BHTD = (q_BHTD * logit_scale_T1).to(q_BHTD.dtype)
-        q_BHTD, k_BHTD = position.encode_qk(q_BHTD, k_BHTD, state)
+        q_BHTD, k_BHTD, v_BHTD = self.project(x_BTC, position, state, logit_scale_T1)
         k_BHSD, v_BHSD = cache.append(self.layer, k_BHTD, v_BHTD) if cache else (k_BHTD, v_BHTD)
         y_BHTD = attend(
             q_BHTD,

@@ -22,6 +22,7 @@ class EvaluateConfig(Strict):
     lengths: list[PositiveInt] | None
     protocol: Protocol | list[Protocol]
     stride: PositiveInt
+    attention: bool
     split: Literal["train", "val"]
     max_tokens: PositiveInt | None
     batch_tokens: PositiveInt
@@ -46,6 +47,9 @@ def main(values: dict[str, Any]) -> None:
     for path in paths:
         draw(rows, path / "evaluation" / f"{config.name}.png")
     launch.print_table([shown(row) for row in rows], title=f"{config.split}, {rows[0]['precision']}")
+    if config.attention:
+        found = [row for path in paths for row in attention_of(path, config, scaling)]
+        launch.print_table(found, title="attention, against attending to all keys alike")
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +69,35 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         "skipped": "skipped",
     }
     return {title: row[key] for key, title in columns.items() if key in row}
+
+
+def attention_of(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Attention statistics in the longest window, over the starts of at most eight documents."""
+    import torch
+
+    from data.tokenizer import vocab_size
+    from model.evaluation.attention import attention_statistics
+    from model.load import load_run
+    from model.training.device import pick_device
+    from model.training.run_dir import shards, write_json
+
+    run = load_run(path, config.checkpoint, scaling, config.logit_scale)
+    stream = TokenStream(shards(path, run.config), config.split)
+    limit = run.model.position.max_length or sys.maxsize
+    starts, sizes = stream.documents(vocab_size(run.config.tokenizer.name) - 1)
+    wanted = [n for n in config.lengths or [run.config.model.context_length] if n <= min(limit, sizes.max())]
+    if not wanted:
+        return []
+    longest = max(wanted)
+    ids = [torch.from_numpy(stream.read(int(start), longest)) for start in starts[sizes >= longest][:8]]
+    device = pick_device(config.device)
+    trained = run.config.model.context_length
+    rows = attention_statistics(run.model.to(device), torch.stack(ids).to(device), trained)
+    about = {"run": path.name, "length": longest, "documents": len(ids)}
+    write_json(
+        path / "evaluation" / f"{config.name}-attention.json", about | {"trained": trained, "rows": rows}
+    )
+    return [about | row for row in rows]
 
 
 def evaluate_run(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from data.loader import TokenStream
 from data.prepare import prepare
 from data.sources import DataConfig
 from model.config import UserError
-from model.evaluation import perplexity
+from model.evaluation import attention, perplexity
 from model.evaluation.perplexity import evaluate, score, token_losses
 from model.evaluation.windows import Protocol, Windows, choose_documents, document_windows
 from tests.conftest import CONTEXT, POSITIONS, VOCAB, tiny_gpt, write_shards
@@ -218,3 +219,51 @@ def test_losses_in_pieces_are_those_of_one_piece(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(perplexity, "HEAD_TOKENS", 30)
     with torch.no_grad():
         torch.testing.assert_close(token_losses(model, windows), whole)
+
+
+# --- attention statistics ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_attention_statistics_equal_the_weights_spelt_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ROWS", 10)
+    model = tiny_gpt(POSITIONS[name], n_layer=3)
+    T, trained = 32, 20
+    ids = torch.randint(VOCAB, (2, T))
+    seen: list[dict[str, Any]] = []
+    real = model.blocks[0].attn.__class__.forward.__globals__["attend"]
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        scores = q.double() @ k.double().transpose(-1, -2) / math.sqrt(v.shape[-1])
+        p = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+        i, j = torch.arange(T)[:, None], torch.arange(T)
+        seen.append({"entropy": -torch.xlogy(p, p).sum(-1), "distance": (p * (i - j)).sum(-1)})
+        return real(q, k, v, **options)
+
+    with torch.no_grad(), monkeypatch.context() as patch:
+        patch.setattr("model.attention.attend", watching)
+        model(ids)
+    rows = attention.attention_statistics(model, ids, trained)
+    assert [(row["layer"], row["side"]) for row in rows] == [
+        (layer, side) for layer in range(3) for side in ("inside", "outside")
+    ]
+    for row in rows:
+        part = slice(1, trained) if row["side"] == "inside" else slice(trained, T)
+        for key in ("entropy", "distance"):
+            expected = seen[row["layer"]][key].mean((0, 1))[part].mean()
+            assert row[key] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_uniform_attention_is_1_of_uniform() -> None:
+    model = tiny_gpt(POSITIONS["none"])
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.zero_()
+    for row in attention.attention_statistics(model, torch.randint(VOCAB, (1, 100)), CONTEXT):
+        assert row["of_uniform"] == pytest.approx(1, abs=1e-4)
+        assert row["distance_of_uniform"] == pytest.approx(1, abs=1e-4)
+
+
+def test_window_within_the_trained_length_has_no_outside() -> None:
+    rows = attention.attention_statistics(tiny_gpt(POSITIONS["rope"]), torch.randint(VOCAB, (1, 20)), CONTEXT)
+    assert {row["side"] for row in rows} == {"inside"}
