@@ -25,7 +25,7 @@ POSITIONS = {
 
 
 class BenchmarkConfig(Strict):
-    what: Literal["train", "position", "decode", "tokenize", "loader"]
+    what: Literal["train", "position", "decode", "tokenize", "loader", "evaluate"]
     n_layer: PositiveInt
     n_head: PositiveInt
     n_embd: PositiveInt
@@ -211,7 +211,48 @@ def loader_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> V
         yield steps | others, "tokens/s", dict.fromkeys(steps, config.batch_size * mini.context_length)
 
 
+@contextmanager
+def evaluate_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
+    """The loss of one window under each encoding, against the matrix products and the attention kernel alone."""
+    import torch
+    import torch.nn.functional as F
+
+    from model.evaluation.perplexity import token_losses
+
+    ids = torch.randint(config.vocab_size, (1, config.context_length + 1), device=device)
+
+    def loss_of(model: Any) -> Callable[[], None]:
+        def run() -> None:
+            with torch.no_grad():
+                token_losses(model, ids)
+
+        return run
+
+    models = {name: build_gpt(config, shape, name, device).eval() for name in POSITIONS}
+    plain = models["none"]
+    x_TC = torch.randn(config.context_length, config.n_embd, device=device)
+
+    def bare() -> None:
+        with torch.no_grad():
+            for block in plain.blocks:
+                q, k, v = (
+                    F.linear(x_TC, block.attn.qkv.weight)
+                    .unflatten(-1, (3, config.n_head, -1))
+                    .permute(1, 2, 0, 3)
+                )
+                y = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
+                F.linear(y[0].transpose(0, 1).flatten(1), block.attn.proj.weight)
+                F.linear(F.linear(x_TC, block.mlp.fc.weight), block.mlp.proj.weight)
+            F.linear(x_TC, plain.embedding.weight)
+
+    variants = {"attention and matrix products alone": bare} | {
+        name: loss_of(m) for name, m in models.items()
+    }
+    yield variants, "tokens/s", dict.fromkeys(variants, config.context_length)
+
+
 VARIANTS = {
+    "evaluate": evaluate_variants,
     "train": train_variants,
     "position": position_variants,
     "decode": decode_variants,

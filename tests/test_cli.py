@@ -397,7 +397,7 @@ def test_prepare_and_plot(place: Path) -> None:
     assert "it has" in run("scripts/plot.py", "run=runs/first", "metric=los", cwd=place, code=2).stderr
 
 
-@pytest.mark.parametrize("what", ["train", "position", "decode", "tokenize", "loader"])
+@pytest.mark.parametrize("what", ["train", "position", "decode", "tokenize", "loader", "evaluate"])
 def test_benchmarks_run(place: Path, what: str) -> None:
     small = [
         "n_layer=1",
