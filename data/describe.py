@@ -52,7 +52,7 @@ def _read_through(stream: TokenStream, shard: Shard, end_of_text: int) -> dict[s
         nonlocal n_bytes, n_ends
         n_ends += int((chunk == end_of_text).sum())
         if table is not None:
-            n_bytes += int(table[chunk].sum())
+            n_bytes += int(table[chunk[chunk < len(table)]].sum())  # a damaged id is found once all is read
 
     shard.verify(count)
     starts = shard.document_starts(end_of_text)

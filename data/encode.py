@@ -11,9 +11,9 @@ import tiktoken
 from data import text, tokenizer
 from data.pieces import EMPTY, NOT_UTF8, Piece
 from data.shards import token_dtype
-from data.text import Split
+from data.text import BYTE_ORDER_MARK, Split
 
-FAILED = "tokenizer failed"
+FAILED, PART_NOT_UTF8 = "tokenizer failed", "part not UTF-8"
 REPAIRED, CUT = "repaired", "cut"
 
 
@@ -41,19 +41,28 @@ def encode(piece: Piece, tokenizer_name: str, val_fraction: float) -> Encoded:
         if isinstance(document, str):
             left_out[document] += 1
             continue
-        data, replaced = text.as_utf8(document)
-        if piece.part_of is None and not (data.strip() and text.is_text(data, replaced)):
-            left_out[NOT_UTF8 if data.strip() else EMPTY] += 1
-            continue
-        strings, clean = text.chunks(data)
+        is_part = piece.part_of is not None
+        data, replaced = text.as_utf8(document if piece.follows else document.removeprefix(BYTE_ORDER_MARK))
+        reason = None
+        if not is_part and not data.strip():
+            reason = EMPTY
+        elif not text.is_text(data, replaced):
+            reason = PART_NOT_UTF8 if is_part else NOT_UTF8
+        tokens: list[np.ndarray] = []
+        clean = True
         try:
+            strings, clean = text.chunks(data if reason is None else b"")
             tokens = [ordinary(encoding, string).astype(dtype) for string in strings]
         except BaseException as error:
             # tiktoken's own, of which the second is no Exception: its pattern gave up
             if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
                 raise
-            left_out[FAILED] += 1
-            continue
+            reason = FAILED
+        if reason is not None:
+            left_out[reason] += 1
+            if not is_part:
+                continue
+            data, replaced, clean = b"", 0, True  # the document goes on without this part, and has its end
         number = text.share(document) if piece.part_of is None else piece.part_of
         split: Split = piece.split or ("val" if number < val_fraction else "train")
         parts[split] += [*tokens, end_of_text][: -1 if piece.continues else None]

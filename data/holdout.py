@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +22,7 @@ def hold_out_end(folder: Path, encoding: tiktoken.Encoding, val_fraction: float)
     before = {split: _tokens(folder, split) for split in ("train", "val")}
     for path in sorted(folder.glob("val-*.bin")) if not before["train"] else []:
         path.rename(path.with_name(path.name.replace("val", "train")))
-    shard, start, end = max(
-        (
-            (shard, int(start), int(end))
-            for shard in map(open_shard, sorted(folder.glob("train-*.bin")))
-            for start, end in _documents(shard, encoding.eot_token)
-        ),
-        key=lambda found: found[2] - found[1],
-    )
+    shard, start, end = _longest_without_a_copy(folder, encoding.eot_token)
     cut = _line_end_near(shard, encoding, start, end, val_fraction)
     if not start < cut < end - 1:
         raise UserError("the text is too short to hold a part of it out; give more text")
@@ -41,6 +36,31 @@ def hold_out_end(folder: Path, encoding: tiktoken.Encoding, val_fraction: float)
 
 def _tokens(folder: Path, split: str) -> int:
     return sum(open_shard(path).n_tokens for path in folder.glob(f"{split}-*.bin"))
+
+
+def _longest_without_a_copy(folder: Path, end_of_text: int) -> tuple[Shard, int, int]:
+    """A document whose end, once held out, is not in training with another copy of it. The first of the longest."""
+    found = [
+        (int(end - start), shard, int(start), int(end))
+        for shard in map(open_shard, sorted(folder.glob("train-*.bin")))
+        for start, end in _documents(shard, end_of_text)
+    ]
+    found.sort(key=lambda document: -document[0])
+    for _, same_length in groupby(found, key=lambda document: document[0]):
+        by_content: dict[str, list[tuple[Shard, int, int]]] = {}
+        for _, shard, start, end in same_length:
+            by_content.setdefault(_digest(shard, start, end), []).append((shard, start, end))
+        for copies in by_content.values():
+            if len(copies) == 1:
+                return copies[0]
+    raise UserError("every document is there more than once, so none can be held out in part; give more text")
+
+
+def _digest(shard: Shard, start: int, end: int) -> str:
+    digest, file = hashlib.sha256(), shard.open()
+    for at in range(start, end, CHUNK):
+        digest.update(shard.tokens(file, at, min(CHUNK, end - at)).data)
+    return digest.hexdigest()
 
 
 def _documents(shard: Shard, end_of_text: int) -> np.ndarray:

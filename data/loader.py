@@ -12,7 +12,7 @@ import numpy as np
 
 from data import tokenizer as tokenizers
 from data.files import File
-from data.shards import Shard, open_shard
+from data.shards import Shard, check_complete, open_shard
 from model.config import UserError
 
 OPEN_FILES = 64  # of thousands, where a system allows a process 256
@@ -30,6 +30,7 @@ class TokenStream:
         paths = sorted(folder.glob(f"{split}*.bin")) or sorted(folder.glob(f"*_{split}_*.bin"))
         if not paths:
             raise UserError(f"{folder}: holds no {split} shard; expected {split}.bin or {split}-00000.bin")
+        check_complete(folder)
         self.shards: list[Shard] = [open_shard(path) for path in paths]
         self.starts = np.cumsum([0, *(shard.n_tokens for shard in self.shards)])
         self._file = lru_cache(maxsize=OPEN_FILES)(self._open)
@@ -47,6 +48,11 @@ class TokenStream:
         while count > 0:
             shard, offset = self.shards[index], start - int(self.starts[index])
             tokens = shard.tokens(self._file(index), offset, min(count, shard.n_tokens - offset))
+            if int(tokens.max(initial=0)) > shard.max_id:
+                raise UserError(
+                    f"{shard.path}: damaged, token id {tokens.max()} is above the {shard.max_id} that it records; "
+                    f"delete the folder and prepare it again"
+                )
             parts.append(tokens.astype(np.int64))
             start, count, index = start + len(tokens), count - len(tokens), index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,9 +45,12 @@ def fetch(folder: Path, n_files: int | None) -> Iterator[Path]:
             return Path(hf_hub_download(REPOSITORY, name, repo_type="dataset", revision=revision))
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for number, path in enumerate(pool.map(download, names), start=1):
+            ahead = deque(pool.submit(download, name) for name in names[:AT_ONCE])
+            for number in range(1, len(names) + 1):
+                path = ahead.popleft().result()
                 print(f"Fetched {number} of {len(names)}: {path.name}", flush=True)
                 yield path
+                ahead.extend(pool.submit(download, name) for name in names[number + AT_ONCE - 1 :][:1])
     except UserError:
         raise
     except Exception as error:  # of several HTTP libraries

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from data.pieces import NO_TEXT, Document, Given, Piece
+from data.pieces import LONGEST_RECORD, NO_TEXT, TOO_LONG, Document, Given, Piece, reading
 from data.text import BLOCK
 from model.config import UserError
 
@@ -22,35 +23,47 @@ class Rows(Piece):
     row_groups: tuple[int, ...]
 
     def documents(self) -> Iterator[Document]:
-        yield from _rows(self.path, self.text_key, self.row_groups)
+        yield from _rows(self.path, self.text_key, self.row_groups, 256)
 
 
-def _rows(path: Path, text_key: str, row_groups: tuple[int, ...]) -> Iterator[Document]:
+def _rows(path: Path, text_key: str, row_groups: tuple[int, ...], at_once: int) -> Iterator[Document]:
     import pyarrow as pa
     import pyarrow.parquet
 
-    with pa.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-        batches = file.iter_batches(
-            batch_size=256, row_groups=row_groups, columns=[text_key], use_threads=False
-        )
-        for batch in batches:
+    # a file of Python's, since Arrow takes names in UTF-8 alone
+    with (
+        reading(path),
+        open(path, "rb") as raw,
+        pa.parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False) as file,
+    ):
+        for batch in file.iter_batches(at_once, row_groups, columns=[text_key], use_threads=False):
             column = batch.column(0)
             if isinstance(column, pa.DictionaryArray):
                 column = column.dictionary_decode()
-            values = column.cast(pa.binary()).to_pylist()
-            yield from (NO_TEXT if value is None else value for value in values)
+            for value in column.cast(pa.binary()):
+                text = value.as_py()
+                if text is None:
+                    yield NO_TEXT
+                else:
+                    yield text if len(text) <= LONGEST_RECORD else TOO_LONG
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(test(kind) for test in tests)
 
 
 def of_parquet(file: Path, size: int, text_key: str) -> Iterator[Piece]:
     import pyarrow as pa
     import pyarrow.parquet
 
-    try:
-        with pa.parquet.ParquetFile(file) as opened:
-            schema, metadata = opened.schema_arrow, opened.metadata
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file}: not a whole .parquet file ({error}); fetch it again") from None
-    textual = [field.name for field in schema if "string" in str(field.type) or "binary" in str(field.type)]
+    with reading(file), open(file, "rb") as raw, pa.parquet.ParquetFile(raw) as opened:
+        schema, metadata = opened.schema_arrow, opened.metadata
+    textual = [field.name for field in schema if _is_text(field.type)]
     if text_key not in textual:
         raise UserError(
             f"{file}: no column of text named {text_key}; give data.text_key= one of: {', '.join(textual) or 'none'}"
@@ -68,7 +81,8 @@ def of_parquet(file: Path, size: int, text_key: str) -> Iterator[Piece]:
         if text_bytes <= 4 * BLOCK and rows <= 2 * ROWS_OF_A_PIECE:
             yield Rows(size=part, path=file, text_key=text_key, row_groups=tuple(groups))
         else:  # to be read once and in order, for a worker could start within a row group only by decoding it
-            yield from _packed(_rows(file, text_key, tuple(groups)), part, rows)
+            at_once = max(min(256, rows * BLOCK // max(text_bytes, 1)), 1)
+            yield from _packed(_rows(file, text_key, tuple(groups), at_once), part, rows)
         groups, rows, text_bytes = [], 0, 0
 
 

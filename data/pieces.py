@@ -8,15 +8,32 @@ whatever the size of the file.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from data.text import Split
+from model.config import UserError
 
-LONGEST_RECORD = 32 << 20  # bytes of one document in a .jsonl or an archive: memory is bounded by it
+LONGEST_RECORD = 16 << 20  # bytes of one document in a .jsonl or an archive: memory is bounded by it
 NOT_UTF8, EMPTY = "not UTF-8", "empty"
-NOT_JSON, NO_TEXT, TOO_LONG = "not JSON", "without data.text_key", "longer than 32 MB"
+NOT_JSON, NO_TEXT, TOO_LONG = "not JSON", "without data.text_key", "longer than 16 MB"
 
 Document = bytes | str
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what goes wrong while a source is read into a UserError that names the file."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        what = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path}: not readable, or damaged ({what}); correct data.path, or fetch it again"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +43,13 @@ class Piece:
     size: int
     split: Split | None = None  # None: the content of each document decides
     part_of: float | None = None  # the `share` of the one long document that this is a part of
-    continues: bool = False  # the next piece goes on with that document
+    follows: bool = False  # the piece before has its beginning
+    continues: bool = False  # the next piece goes on with it
+
+    @property
+    def held(self) -> int:
+        """Bytes that wait in memory with the piece."""
+        return 0
 
     def documents(self) -> Iterator[Document]:
         raise NotImplementedError
@@ -37,6 +60,10 @@ class Given(Piece):
     """Documents that are in memory already."""
 
     given: tuple[Document, ...]
+
+    @property
+    def held(self) -> int:
+        return sum(map(len, self.given))
 
     def documents(self) -> Iterator[Document]:
         yield from self.given

@@ -23,7 +23,7 @@ from data.encode import CUT, REPAIRED, Encoded
 from data.files import write_atomically
 from data.holdout import hold_out_end
 from data.progress import Progress
-from data.shards import open_shard, token_dtype
+from data.shards import check_complete, open_shard, token_dtype
 from data.sources import DataConfig, Source
 from data.text import Split
 from data.writer import SplitWriter
@@ -48,6 +48,10 @@ def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] 
     made_from = {"source": source.name, "tokenizer": tokenizer_name, "shard_tokens": config.shard_tokens}
     if config.source != "kjv":
         made_from["val_fraction"] = config.val_fraction
+    if folder.name in {"", ".."} or folder.is_symlink():
+        folder = folder.resolve()
+    if not folder.name or os.path.ismount(folder) or (folder.exists() and not folder.is_dir()):
+        raise UserError(f"{folder}: cannot become a folder of shards; give data.out=<a new folder>")
     partial = folder.with_name(f".{folder.name}.partial")
     if config.path == sources.STDIN and _is_ready(folder, made_from):
         raise UserError(
@@ -56,12 +60,16 @@ def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] 
     try:
         while not _is_ready(folder, made_from):
             with _alone_in(partial, say) as alone:
-                if alone:
+                if alone and _is_ready(folder, made_from):  # since we looked
+                    shutil.rmtree(partial)
+                elif alone:
                     say(f"Preparing {source.name} with tokenizer {tokenizer_name} in {folder}")
                     for line in _Preparation(config, source, partial, made_from).run():
                         say(line)
                     os.rename(partial, folder)
-        (folder / ".lock").unlink(missing_ok=True)
+        for name in (".lock", "journal.json", "files.json"):
+            if (folder / name).exists():
+                (folder / name).unlink()
     except OSError as error:
         raise UserError(
             f"{folder}: cannot write shards there ({error}); make room or give another folder as data.out=, "
@@ -85,8 +93,7 @@ def _is_ready(folder: Path, made_from: dict[str, Any]) -> bool:
                 f"{folder}: holds {found['source']} with {key} {value}, not {made_from['source']} with "
                 f"{made_from[key]}; give another data.out= or delete the folder"
             )
-    for shard in sorted(folder.glob("*.bin")):
-        open_shard(shard)
+    check_complete(folder)
     return True
 
 
@@ -116,7 +123,7 @@ class _Preparation:
         self.config, self.source, self.folder, self.made_from = config, source, folder, made_from
         self.encoding = tokenizer.load(made_from["tokenizer"])
         self.identity = made_from | {"tokenizer_hash": tokenizer.fingerprint(self.encoding)}
-        self.pieces_done, self.source_bytes = 0, 0
+        self.pieces_done, self.source_bytes, self.adding = 0, 0, False
         self.counts: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.writers = self._new_writers()
@@ -158,10 +165,9 @@ class _Preparation:
         table = self.made_from | {
             "bytes_per_token": tokenizer.bytes_per_token(self.encoding).tolist(),
             "report": {"counts": self.counts, "left_out": self.left_out},
+            "shards": {path.name: open_shard(path).sha256 for path in sorted(self.folder.glob("*.bin"))},
         }
         write_atomically(self.folder / "meta.json", json.dumps(table).encode())
-        for name in ("journal.json", "files.json"):
-            (self.folder / name).unlink(missing_ok=True)
         return report
 
     def _take_up_journal(self) -> None:
@@ -169,17 +175,24 @@ class _Preparation:
             journal = json.loads((self.folder / "journal.json").read_text())
             if journal["identity"] != self.identity or self.source.name == "stdin":
                 raise ValueError
+            self.pieces_done, self.source_bytes = _count(journal["pieces"]), _count(journal["source_bytes"])
+            self.counts, self.left_out = (
+                Counter({str(key): _count(n) for key, n in journal[name].items()})
+                for name in ("counts", "left_out")
+            )
             for split, writer in self.writers.items():
-                writer.resume(*journal["writers"][split])
-        except (OSError, ValueError, KeyError, TypeError):
+                writer.resume(*map(_count, journal["writers"][split]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            self.pieces_done, self.source_bytes = 0, 0
+            self.counts, self.left_out = Counter(), Counter()
+            for writer in self.writers.values():
+                writer.abandon()
             for file in self.folder.iterdir():
                 if file.name != ".lock":
                     file.unlink()
             self.writers = self._new_writers()
             self._check_disk()
             return
-        self.pieces_done, self.source_bytes = journal["pieces"], journal["source_bytes"]
-        self.counts, self.left_out = Counter(journal["counts"]), Counter(journal["left_out"])
         print(f"Going on after {self.counts['documents']:,} documents", flush=True)
 
     def _tokenize(self) -> None:
@@ -198,11 +211,16 @@ class _Preparation:
                         self._journal()
                         journaled = time.monotonic()
             except KeyboardInterrupt:
-                self._journal()
-                print("Stopped; the same command goes on from here", flush=True)
+                if (
+                    not self.adding
+                ):  # else what is written is ahead of what is counted; an older journal stands
+                    self._journal()
+                if self.source.name != "stdin":
+                    print("Stopped; the same command goes on from here", flush=True)
                 raise
 
     def _add(self, done: Encoded) -> None:
+        self.adding = True
         for split, tokens in done.tokens.items():
             self.writers[split].append(tokens)
             self.counts[split] += len(tokens)
@@ -210,6 +228,7 @@ class _Preparation:
         self.left_out.update(done.left_out)
         self.pieces_done += 1
         self.source_bytes += done.size
+        self.adding = False
 
     def _journal(self) -> None:
         state = {
@@ -251,13 +270,25 @@ class _Preparation:
         if self.left_out:
             lines.append(f"Left out {self._left_out()}")
         if counts[REPAIRED]:
-            lines.append(f"Replaced invalid UTF-8 by U+FFFD in {counts[REPAIRED]:,} documents")
+            lines.append(
+                f"Replaced invalid UTF-8 by U+FFFD in {_documents(counts[REPAIRED])} (or 4 MB parts)"
+            )
         if counts[CUT]:
             lines.append(
-                f"Cut {counts[CUT]:,} documents inside a run too long for the tokenizer; no text was lost"
+                f"Cut {_documents(counts[CUT])} inside a run too long for the tokenizer; no text was lost"
             )
         return lines
 
     def _left_out(self) -> str:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in sorted(self.left_out.items()))
-        return f"{sum(self.left_out.values()):,} documents: {reasons}" if reasons else ""
+        return f"{_documents(sum(self.left_out.values()))}: {reasons}" if reasons else ""
+
+
+def _documents(count: int) -> str:
+    return f"{count:,} document{'' if count == 1 else 's'}"
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value} is no count")
+    return value

@@ -11,7 +11,18 @@ from typing import Any, BinaryIO
 
 from data.archive import of_tar
 from data.parquet import of_parquet
-from data.pieces import LONGEST_RECORD, NO_TEXT, NOT_JSON, NOT_UTF8, TOO_LONG, Document, Given, Piece
+from data.pieces import (
+    EMPTY,
+    LONGEST_RECORD,
+    NO_TEXT,
+    NOT_JSON,
+    NOT_UTF8,
+    TOO_LONG,
+    Document,
+    Given,
+    Piece,
+    reading,
+)
 from data.text import BLOCK, BYTE_ORDER_MARK, as_utf8, cut, is_text, share
 from model.config import UserError
 
@@ -26,10 +37,8 @@ class Files(Piece):
 
     def documents(self) -> Iterator[Document]:
         for path in self.paths:
-            try:
+            with reading(path):
                 yield path.read_bytes()
-            except OSError as error:
-                raise UserError(f"{path}: not readable ({error}); correct data.path") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,10 @@ class Lines(Piece):
     start: int = 0
     data: bytes = b""
 
+    @property
+    def held(self) -> int:
+        return len(self.data)
+
     def documents(self) -> Iterator[Document]:
         if self.path is None:
             lines: Iterable[bytes] = self.data.split(b"\n")
@@ -51,15 +64,19 @@ class Lines(Piece):
                 yield self._text(line)
 
     def _lines_of(self, path: Path) -> Iterator[bytes]:
-        with open(path, "rb") as file:
+        end = self.start + self.size
+        with reading(path), open(path, "rb") as file:
             if self.start:
                 file.seek(self.start - 1)
-                _skip_line(file)
-            while file.tell() < self.start + self.size:
+                if not file.readline(self.size + 1).endswith(b"\n"):
+                    return  # all of it is inside a line that began before
+            while file.tell() < end:
                 line = file.readline(LONGEST_RECORD + 1)
-                if len(line) > LONGEST_RECORD:
-                    _skip_line(file)
                 yield line
+                if len(line) > LONGEST_RECORD and not file.readline(max(end - file.tell(), 1)).endswith(
+                    b"\n"
+                ):
+                    return  # the line is counted, and ends behind this piece
 
     def _text(self, line: bytes) -> Document:
         if len(line) > LONGEST_RECORD:
@@ -88,13 +105,26 @@ def json_object(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def first_record(file: Path) -> dict[str, Any] | None:
-    """The first line of a .jsonl file of any kind; None for other files, or when it is no JSON object."""
+def check_has_key(head: bytes, text_key: str, name: str) -> None:
+    """The first records tell whether the key is right, before hours are spent. Raises UserError when none has it."""
+    records = [record for line in head.split(b"\n") if (record := json_object(line)) is not None]
+    if records and not any(isinstance(record.get(text_key), str) for record in records):
+        keys = dict.fromkeys(
+            key for record in records for key, value in record.items() if isinstance(value, str)
+        )
+        raise UserError(
+            f"{name}: its first records have no text under data.text_key={text_key}; "
+            f"give data.text_key= one of: {', '.join(keys) or 'none there is text'}"
+        )
+
+
+def head_of_lines(file: Path) -> bytes:
+    """The beginning of a .jsonl file of any kind; nothing for other files."""
     name = file.name.lower()
     if not name.endswith(RECORDS) or name.endswith(".parquet"):
-        return None
+        return b""
     with _open_lines(file) as (stream, _):
-        return json_object(stream.read(BLOCK).split(b"\n", 1)[0])
+        return bytes(stream.read(BLOCK))
 
 
 @contextmanager
@@ -103,16 +133,9 @@ def _open_lines(file: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
     import pyarrow as pa
 
     codec = {".gz": "gzip", ".zst": "zstd"}.get(file.suffix.lower())
-    with pa.OSFile(str(file)) as raw:
-        try:
-            yield (pa.CompressedInputStream(raw, codec) if codec else raw), raw.tell
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{file}: damaged ({error}); fetch it again") from None
-
-
-def _skip_line(file: BinaryIO) -> None:
-    while (part := file.readline(BLOCK)) and not part.endswith(b"\n"):
-        pass
+    # a file of Python's, since Arrow takes names in UTF-8 alone
+    with reading(file), open(file, "rb") as raw, pa.PythonFile(raw) as wrapped:
+        yield (pa.CompressedInputStream(wrapped, codec) if codec else wrapped), wrapped.tell
 
 
 def pieces(files: Iterable[Path], text_key: str) -> Iterator[Piece]:
@@ -123,7 +146,8 @@ def pieces(files: Iterable[Path], text_key: str) -> Iterator[Piece]:
     paths: list[Path] = []
     size = 0
     for file in files:
-        name, file_size = file.name.lower(), file.stat().st_size
+        with reading(file):
+            name, file_size = file.name.lower(), file.stat().st_size
         plain = not name.endswith((*RECORDS, ".tar"))
         if plain and file_size <= BLOCK:
             paths.append(file)
@@ -134,7 +158,7 @@ def pieces(files: Iterable[Path], text_key: str) -> Iterator[Piece]:
         if not plain:
             yield from _of_records(file, name, file_size, text_key)
         elif file_size > BLOCK:
-            with open(file, "rb") as stream:
+            with reading(file), open(file, "rb") as stream:
                 yield from of_long_text(stream)
     if paths:
         yield Files(size=size, paths=tuple(paths))
@@ -159,19 +183,20 @@ def of_long_text(stream: BinaryIO, head: bytes = b"") -> Iterator[Piece]:
     if not more:
         yield Given(size=len(block), given=(block,))
         return
-    if not is_text(block, as_utf8(block)[1]):
+    if not block.strip() or not is_text(block, as_utf8(block)[1]):
+        reason = NOT_UTF8 if block.strip() else EMPTY  # 4 MB tell, and may be all that memory has room for
         while more:
             yield Given(size=len(block), given=())
             block, more = more, stream.read(BLOCK)
-        yield Given(size=len(block), given=(NOT_UTF8,))
+        yield Given(size=len(block), given=(reason,))
         return
-    number = share(block)
+    number, follows = share(block), False
     while more:
         block += more
         end, _ = cut(block, 0, len(block) - 4)
-        yield Given(size=end, given=(block[:end],), part_of=number, continues=True)
-        block, more = block[end:], stream.read(BLOCK)
-    yield Given(size=len(block), given=(block,), part_of=number)
+        yield Given(size=end, given=(block[:end],), part_of=number, follows=follows, continues=True)
+        block, more, follows = block[end:], stream.read(BLOCK), True
+    yield Given(size=len(block), given=(block,), part_of=number, follows=True)
 
 
 def of_lines(

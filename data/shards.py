@@ -23,6 +23,7 @@ from model.config import UserError
 
 MAGIC = b"ORDINAL1"
 HEADER_BYTES = 1024  # reserved by the writer, which knows the counts and the checksum only at the end
+LARGEST_HEADER = 1 << 20
 CHUNK = 1 << 22  # tokens read at a time where a whole shard is read
 
 
@@ -102,8 +103,10 @@ def open_shard(path: Path) -> Shard:
         with open(path, "rb", buffering=HEADER_BYTES) as file:
             head = file.read(16)
             if head[:8] == MAGIC:
-                return _open_own(path, size, file.read(min(int.from_bytes(head[8:], "little"), size)))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+                return _open_own(
+                    path, size, file.read(min(int.from_bytes(head[8:], "little"), LARGEST_HEADER))
+                )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path}: not a readable shard ({error}); delete it and prepare the data again"
         ) from None
@@ -117,10 +120,13 @@ def open_shard(path: Path) -> Shard:
 
 def _open_own(path: Path, size: int, encoded: bytes) -> Shard:
     header = json.loads(encoded)
-    dtype, n_tokens, n_documents = np.dtype(header["dtype"]), int(header["tokens"]), int(header["documents"])
+    n_tokens, n_documents, max_id = (header[key] for key in ("tokens", "documents", "max_id"))
+    if not all(type(count) is int and count >= 0 for count in (n_tokens, n_documents, max_id)):
+        raise ValueError("its header holds no counts")
+    if header["dtype"] not in {"<u2", "<u4"}:
+        raise ValueError("its header has no width of ids")
+    dtype = np.dtype(header["dtype"])
     start = -(-(16 + len(encoded)) // 64) * 64
-    if dtype.str not in {"<u2", "<u4"}:
-        raise ValueError(f"dtype {dtype.str}")
     promised = start + n_tokens * dtype.itemsize + 8 * n_documents
     if size != promised:
         raise ValueError(f"{size:,} bytes, its header promises {promised:,}")
@@ -130,8 +136,28 @@ def _open_own(path: Path, size: int, encoded: bytes) -> Shard:
         start,
         n_tokens,
         n_documents,
-        int(header["max_id"]),
+        max_id,
         str(header["tokenizer"]),
         str(header["tokenizer_hash"]),
         str(header["sha256"]),
     )
+
+
+def check_complete(folder: Path) -> None:
+    """Raises UserError when a shard that the folder's meta.json lists is missing, or is another than it was."""
+    try:
+        listed = json.loads((folder / "meta.json").read_text())["shards"]
+        wanted = {str(name): str(sha256) for name, sha256 in listed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # shards from elsewhere have no list
+    found = {path.name: open_shard(path).sha256 for path in folder.glob("*.bin")}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            what = (
+                "missing"
+                if name not in found
+                else "not listed"
+                if name not in wanted
+                else "another than it was"
+            )
+            raise UserError(f"{folder / name}: {what}; delete the folder and prepare it again")

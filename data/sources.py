@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from data import openwebtext, readers
-from data.pieces import Given, Piece
+from data.pieces import LONGEST_RECORD, Given, Piece, reading
 from data.text import BLOCK, Split
 from model.config import Strict, UserError
 
@@ -97,16 +97,17 @@ def find(config: DataConfig) -> Source:
         str(config.path), (".tar", ".parquet") if config.source == "openwebtext" else SUFFIXES
     )
     files = files[: config.shards]
-    _check_has_key(files[0], config.text_key)
+    readers.check_has_key(readers.head_of_lines(files[0]), config.text_key, str(files[0]))
     # the content would have to be read whole at each start of a training; name, size and time tell changes apart
     digest = hashlib.sha256(f"{config.val_fraction} {config.text_key}".encode())
     size = 0
     for file in files:
-        stat = file.stat()
+        with reading(file):
+            stat = file.stat()
         digest.update(os.fsencode(os.path.relpath(file, root)))
         digest.update(f"\0{stat.st_size} {stat.st_mtime_ns}\n".encode())
         size += stat.st_size
-    name = re.sub(r"[^\w-]+", "_", Path(str(config.path)).stem).strip("_") or "text"
+    name = re.sub(r"[^A-Za-z0-9-]+", "_", Path(str(config.path)).stem).strip("_") or "text"
     return Source(
         f"{name}-{digest.hexdigest()[:8]}", lambda _: readers.pieces(files, config.text_key), size=size
     )
@@ -119,12 +120,21 @@ def _files(given: str, suffixes: tuple[str, ...]) -> tuple[Path, list[Path]]:
         return path.parent, [path]
     if path.is_dir():
         found = []
-        for folder, folders, names in os.walk(path):
+
+        def unreadable(error: OSError) -> None:
+            raise UserError(f"{error.filename}: not readable ({error}); correct data.path") from None
+
+        for folder, folders, names in os.walk(path, onerror=unreadable):
             folders[:] = [name for name in folders if not name.startswith(".")]
             visible = [name for name in names if not name.startswith(".") and name.lower().endswith(suffixes)]
             found += [Path(folder, name) for name in visible]
+        found = [file for file in found if file.is_file()]  # no pipe, on which reading would wait for ever
     else:
-        found = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
+        # by their real place, since ** follows links, also round in circles
+        found = [
+            Path(p) for p in {os.path.realpath(p): p for p in glob.glob(str(path), recursive=True)}.values()
+        ]
+        found = [file for file in found if file.is_file()]
         path = Path(os.path.commonpath(found)) if found else path
     if not found:
         raise UserError(
@@ -133,23 +143,21 @@ def _files(given: str, suffixes: tuple[str, ...]) -> tuple[Path, list[Path]]:
     return path, sorted(found, key=os.fsencode)
 
 
-def _check_has_key(file: Path, text_key: str) -> None:
-    """The first record tells whether the key is right, before hours are spent."""
-    record = readers.first_record(file)
-    if record is not None and not isinstance(record.get(text_key), str):
-        keys = [key for key, value in record.items() if isinstance(value, str)]
-        raise UserError(
-            f"{file}: its first line has no text under data.text_key={text_key}; "
-            f"give data.text_key= one of: {', '.join(keys) or 'none there is text'}"
-        )
-
-
 def _stdin(text_key: str) -> Iterator[Piece]:
     """Standard input: JSON lines if the first line is one, else one document."""
-    head = sys.stdin.buffer.read(BLOCK)
-    if readers.json_object(head.split(b"\n", 1)[0]) is not None:
-        return readers.of_lines(sys.stdin.buffer, text_key, head)
-    return readers.of_long_text(sys.stdin.buffer, head)
+    if sys.stdin is None:
+        raise UserError("data.path=-: standard input is closed; pipe a text to it")
+    stream = sys.stdin.buffer
+    head = stream.read(BLOCK)
+    while (start := head.lstrip()).startswith(b"{") and b"\n" not in start and len(start) <= LONGEST_RECORD:
+        more = stream.read(BLOCK)  # the first line may be long
+        if not more:
+            break
+        head += more
+    if readers.json_object(start.split(b"\n", 1)[0]) is not None:
+        readers.check_has_key(head, text_key, "standard input")
+        return readers.of_lines(stream, text_key, head)
+    return readers.of_long_text(stream, head)
 
 
 def _kjv() -> Iterator[Piece]:

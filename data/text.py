@@ -22,8 +22,7 @@ _BREAK = re.compile(
 
 
 def as_utf8(data: bytes) -> tuple[bytes, int]:
-    """Valid UTF-8 without a byte order mark, and how many invalid sequences became U+FFFD for it."""
-    data = data.removeprefix(BYTE_ORDER_MARK)
+    """Valid UTF-8, and how many invalid sequences became U+FFFD for it."""
     try:
         data.decode("utf-8")
     except UnicodeDecodeError:

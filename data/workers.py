@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context, parent_process
 
 from data.encode import Encoded, encode
@@ -16,7 +17,8 @@ from data.pieces import Piece
 from data.text import BLOCK
 from model.config import RunFailed
 
-AHEAD = 3  # pieces per worker that wait or are done: bounds memory, and hides that some take longer
+AHEAD = 3  # pieces per worker that wait or are done: hides that some take longer
+HELD = 48 << 20  # bytes that may wait with them: bounds memory
 
 
 def suitable(size: int | None) -> int:
@@ -35,16 +37,21 @@ def encode_in_order(
     if count == 1:
         yield from (encode(piece, tokenizer_name, val_fraction) for piece in pieces)
         return
-    waiting: deque[Future[Encoded]] = deque()
+    waiting: deque[tuple[Future[Encoded], int]] = deque()
     # spawned, not forked: the caller may have threads
     pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_start)
     try:
         for piece in pieces:
-            waiting.append(pool.submit(encode, piece, tokenizer_name, val_fraction))
-            if len(waiting) >= AHEAD * count:
-                yield waiting.popleft().result()
+            while waiting and (
+                len(waiting) >= AHEAD * count or piece.held + sum(held for _, held in waiting) > HELD
+            ):
+                yield waiting.popleft()[0].result()
+            with (
+                _without_interrupts()
+            ):  # the process that may start here inherits it: Ctrl-C is ours to answer
+                waiting.append((pool.submit(encode, piece, tokenizer_name, val_fraction), piece.held))
         while waiting:
-            yield waiting.popleft().result()
+            yield waiting.popleft()[0].result()
     except BrokenProcessPool:
         raise RunFailed(
             "a tokenizing process was killed, perhaps for want of memory; the same command goes on, "
@@ -54,8 +61,16 @@ def encode_in_order(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -53,11 +53,11 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     sys.argv[1:] = [_quoted(argument, multirun) for argument in sys.argv[1:]]
     rows: list[dict[str, Any]] = []
     failed: dict[str, int] = {}  # job to exit code
-    started = False
+    started = 0
 
     def job(cfg: DictConfig) -> None:
         nonlocal started
-        started = True
+        started += 1
         label = " ".join(HydraConfig.get().overrides.task)
         if multirun:
             print(f"\n[job {HydraConfig.get().job.num}] {label}", flush=True)
@@ -85,7 +85,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         print_table(rows)
     if failed and multirun:
         print(
-            f"error: {len(failed)} of {len(failed) + len(rows)} jobs failed: {'; '.join(failed)}",
+            f"error: {len(failed)} of {started} jobs failed: {'; '.join(failed)}",
             file=sys.stderr,
         )
     if failed:
@@ -139,7 +139,7 @@ def _quoted(argument: str, multirun: bool) -> str:
         return argument
     if multirun and "," in value and not Path(value).exists():
         return argument  # a sweep
-    if value[0] in "['\"" and _parses(argument):
+    if value[0] in "['\"" and _parses(argument) and not Path(value).exists():
         return argument  # a list or a quoted string, as Hydra writes them
     if is_prompt:
         value = value.replace("${", r"\${")

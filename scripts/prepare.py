@@ -24,6 +24,8 @@ def main(values: dict[str, Any]) -> None:
     config = validate(PrepareConfig, values)
     folder = prepare(config.data, config.tokenizer.name)
     streams = [TokenStream(folder, split) for split in ("train", "val")]
+    for stream in streams:
+        stream.check_fits(config.tokenizer.name, 1)
     rows = [row for s in streams for row in shard_table(s, config.tokenizer.name, config.verify)]
     recorded = all(shard.tokenizer for stream in streams for shard in stream.shards)
     found = "every byte as recorded" if recorded else "no checksums recorded to compare with"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import data.prepare
+from data import openwebtext
 from data.sources import DataConfig
 from model.config import UserError
 from tests.conftest import ROOT
@@ -187,3 +189,19 @@ def test_disk_too_small_is_said_before_anything_is_fetched(
     config = DataConfig(source="openwebtext", shards=40, val_fraction=0.0005)
     with pytest.raises(UserError, match=r"shards: 1.0 GiB free, about 8 needed.*data.out=, or fewer files"):
         data.prepare.prepare(config, "gpt2")
+
+
+def test_only_a_few_files_are_fetched_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+
+    def download(repository: str, name: str, **options: object) -> str:
+        started.append(name)
+        return name
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    (tmp_path / "files.json").write_text(json.dumps([COMMIT, [f"{i}.parquet" for i in range(80)]]))
+    files = openwebtext.fetch(tmp_path, None)
+    assert [next(files).name for _ in range(3)] == ["0.parquet", "1.parquet", "2.parquet"]
+    time.sleep(0.1)
+    assert len(started) <= 3 + openwebtext.AT_ONCE
+    assert [path.name for path in files] == [f"{i}.parquet" for i in range(3, 80)]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import lzma
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -144,3 +147,75 @@ def test_archive_is_read_without_unpacking_it(tmp_path: Path) -> None:
     path = corpus.write(tmp_path, "tar")
     assert len(documents(path)) == len(corpus.DOCUMENTS)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("cut", [0, 300])
+def test_archive_cut_between_members_is_an_error(tmp_path: Path, inner: bool, cut: int) -> None:
+    """A .tar ends with blocks of zeros; cut at or in a header, tarfile takes what is there for the whole."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for i in range(20):
+            info = tarfile.TarInfo(f"{i}.txt")
+            info.size = 100
+            archive.addfile(info, io.BytesIO(b"x" * 100))
+    short = content.getvalue()[: 1024 * 10 + cut]
+    if inner:
+        member = lzma.compress(short)
+        content = io.BytesIO()
+        with tarfile.open(fileobj=content, mode="w") as archive:
+            info = tarfile.TarInfo("part.xz")
+            info.size = len(member)
+            archive.addfile(info, io.BytesIO(member))
+        short = content.getvalue()
+    (tmp_path / "a.tar").write_bytes(short)
+    with pytest.raises(UserError, match=r"a.tar: .*(cut short|truncated|unexpected end|bad)"):
+        documents(tmp_path)
+
+
+@pytest.mark.parametrize("value", [["x"], {"a": "x"}, 7], ids=str)
+def test_parquet_column_that_is_no_text_is_refused(tmp_path: Path, value: object) -> None:
+    pq.write_table(pa.table({"text": [value], "body": ["x"]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="no column of text named text; give data.text_key= one of: body"):
+        documents(tmp_path)
+
+
+def test_damage_inside_a_parquet_file_names_it(tmp_path: Path) -> None:
+    path = corpus.write(tmp_path, "parquet")
+    content = bytearray(path.read_bytes())
+    content[2000:6000] = bytes(range(250)) * 16
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"corpus.parquet: not readable, or damaged"):
+        documents(path)
+
+
+def test_one_endless_line_is_gone_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus.set_block(monkeypatch, 1000)
+    monkeypatch.setattr(readers, "LONGEST_RECORD", 2000)
+    (tmp_path / "a.jsonl").write_bytes(b"[" + b"1," * 200_000 + b"1]")
+    source = find(DataConfig(source="text", path=str(tmp_path / "a.jsonl")))
+    pieces = list(source.pieces(tmp_path))
+    sizes: list[int] = []
+    real = open
+
+    class Counting:
+        def __init__(self, path: Path, mode: str) -> None:
+            self.file = real(path, mode)
+
+        def __enter__(self) -> Counting:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+        def readline(self, size: int) -> bytes:
+            line: bytes = self.file.readline(size)
+            sizes.append(len(line))
+            return line
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+    monkeypatch.setattr(readers, "open", Counting, raising=False)
+    assert [d for piece in pieces for d in piece.documents()] == [TOO_LONG]
+    assert sum(sizes) < 3 * 400_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -205,3 +206,36 @@ def test_shard_cut_short_under_a_running_training_is_an_error(tmp_path: Path) ->
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(UserError, match="cut short while in use"):
         stream.read(1500, 100)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"tokens": float("inf")},
+        {"documents": float("nan")},
+        {"max_id": -1},
+        {"tokens": -5},
+        {"documents": -250, "tokens": 3000},
+        {"tokens": True},
+        {"dtype": "f8,(3"},
+        {"dtype": "O"},
+        {"dtype": ["<u2"]},
+        {"tokens": 10**30},
+    ],
+    ids=str,
+)
+def test_hostile_header_is_refused(tmp_path: Path, header: dict[str, object]) -> None:
+    path = write_shards(tmp_path / "s", RAMP, RAMP) / "train-00000.bin"
+    content = path.read_bytes()
+    encoded = json.dumps(json.loads(content[16:1024]) | header).encode().ljust(1008)
+    path.write_bytes(content[:16] + encoded + content[1024:])
+    with pytest.raises(UserError, match="train-00000.bin: not a readable shard"):
+        open_shard(path)
+
+
+def test_header_of_endless_nesting_or_length_is_refused(tmp_path: Path) -> None:
+    for size in (200_000, 2**62):
+        path = tmp_path / "train.bin"
+        path.write_bytes(b"ORDINAL1" + size.to_bytes(8, "little") + b"[" * 200_000)
+        with pytest.raises(UserError, match="train.bin: not a readable shard"):
+            open_shard(path)

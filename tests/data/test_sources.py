@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,3 +130,64 @@ def test_file_that_is_no_utf8_is_left_out_whatever_its_size(
         done = [encode(piece, "bytes", 0.5) for piece in source.pieces(tmp_path)]
         assert not any(piece.tokens for piece in done), name
         assert sum(piece.left_out.get(NOT_UTF8, 0) for piece in done) == 1, name
+
+
+def test_standard_input_whose_first_line_is_long_or_blank_is_still_json_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus.set_block(monkeypatch, 1000)
+    long = json.dumps({"text": "x" * 5000}).encode() + b"\n"
+    for content in (long + corpus.json_lines(), b"\n \n" + long + corpus.json_lines()):
+        monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+        assert documents(path="-") == [b"x" * 5000, *(text.encode() for text in corpus.DOCUMENTS)]
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(corpus.json_lines())))
+    with pytest.raises(UserError, match="standard input: .* give data.text_key= one of: text"):
+        documents(path="-", text_key="body")
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(UserError, match="standard input is closed"):
+        documents(path="-")
+
+
+def test_first_record_without_text_does_not_condemn_the_file(tmp_path: Path) -> None:
+    lines = b'{"text": null}\n{"id": 7}\n' + corpus.json_lines()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    assert documents(path=str(tmp_path))[2:] == [text.encode() for text in corpus.DOCUMENTS]
+
+
+def test_pipes_and_dangling_links_in_a_folder_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    assert documents(path=str(tmp_path)) == [b"text"]
+
+
+def test_glob_takes_a_file_once_however_links_lead_to_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    assert documents(path=f"{tmp_path}/**") == [b"text"]
+
+
+def test_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    with pytest.raises(UserError, match=r"closed: not readable .*Permission denied"):
+        documents(path=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "tar"])
+def test_names_that_are_no_utf8_are_read(tmp_path: Path, kind: str) -> None:
+    path = corpus.write(tmp_path, kind)
+    odd = os.path.join(os.fsencode(tmp_path), b"bad\xff." + kind.encode())
+    try:
+        os.rename(path, odd)
+    except OSError:
+        pytest.skip("a file system of Unicode names")
+    assert documents(path=str(tmp_path)) == [text.encode() for text in corpus.DOCUMENTS]
