@@ -56,6 +56,8 @@ def load_run(
     state = checkpoint.read(best) if which == "best" else checkpoint.read_newest(path, say=print)
     if state is None:
         raise UserError(f"{path}: holds no checkpoint yet; train it on with: python train.py resume={path}")
+    with torch.device("meta"):
+        build(config.position, config.model.dims)  # a stranger's config may name anything: that is said first
     checkpoint.check_same(state, "config", identity(config), path)
     values = config.model_dump()
     if scaling is not None:
