@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from data.pieces import LONGEST_RECORD, TOO_LONG, Document, Piece, reading
 from data.text import BLOCK
-from model.config import UserError
+from model.errors import UserError
 
 BLOCK_OF_TAR = 512
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import tiktoken
 
-from data import text, tokenizer
+from data import text
 from data.pieces import EMPTY, NOT_UTF8, Piece
 from data.shards import token_dtype
 from data.text import BYTE_ORDER_MARK, Split
@@ -26,51 +26,57 @@ class Encoded(NamedTuple):
     size: int  # bytes of the source
 
 
-def encode(piece: Piece, tokenizer_name: str, val_fraction: float) -> Encoded:
+def encode(piece: Piece, encoding: tiktoken.Encoding, val_fraction: float) -> Encoded:
     """Tokenize the documents of a piece. A document that cannot be is left out and counted, never fatal.
 
     Invalid UTF-8 becomes U+FFFD, up to one sequence in a hundred bytes; with more, the document is left out.
     """
-    encoding = tokenizer.load(tokenizer_name)
     dtype = token_dtype(encoding.n_vocab)
     end_of_text = np.array([encoding.eot_token], dtype)
     parts: dict[Split, list[np.ndarray]] = {"train": [], "val": []}
-    counts: Counter[str] = Counter()
+    documents = n_bytes = n_repaired = n_cut = 0
     left_out: Counter[str] = Counter()
+    is_part = piece.part_of is not None
     for document in piece.documents():
         if isinstance(document, str):
             left_out[document] += 1
             continue
-        is_part = piece.part_of is not None
-        data, replaced = text.as_utf8(document if piece.follows else document.removeprefix(BYTE_ORDER_MARK))
+        content = text.as_text(document if piece.follows else document.removeprefix(BYTE_ORDER_MARK))
         reason = None
-        if not is_part and not data.strip():
+        if not is_part and (not content.data or content.data.isspace()):
             reason = EMPTY
-        elif not text.is_text(data, replaced):
+        elif not text.is_text(content.data, content.replaced):
             reason = PART_NOT_UTF8 if is_part else NOT_UTF8
-        tokens: list[np.ndarray] = []
-        clean = True
-        try:
-            strings, clean = text.chunks(data if reason is None else b"")
-            tokens = [ordinary(encoding, string).astype(dtype) for string in strings]
-        except BaseException as error:
-            # tiktoken's own, of which the second is no Exception: its pattern gave up
-            if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
-                raise
-            reason = FAILED
+        else:
+            try:
+                tokens = [ordinary(encoding, string) for string in content.strings]
+            except BaseException as error:
+                # tiktoken's own, of which the second is no Exception: its pattern gave up
+                if not (isinstance(error, ValueError) or type(error).__name__ == "PanicException"):
+                    raise
+                reason = FAILED
         if reason is not None:
             left_out[reason] += 1
             if not is_part:
                 continue
-            data, replaced, clean = b"", 0, True  # the document goes on without this part, and has its end
+            tokens = []  # the document goes on without this part, and has its end
+        else:
+            n_bytes += len(content.data)
+            n_repaired += content.replaced > 0
+            n_cut += not content.clean
         number = text.share(document) if piece.part_of is None else piece.part_of
         split: Split = piece.split or ("val" if number < val_fraction else "train")
-        parts[split] += [*tokens, end_of_text][: -1 if piece.continues else None]
-        counts.update(documents=not piece.continues, bytes=len(data), repaired=replaced > 0, cut=not clean)
+        parts[split] += tokens
+        if not piece.continues:
+            parts[split].append(end_of_text)
+            documents += 1
     joined: dict[Split, np.ndarray] = {
-        split: np.concatenate(arrays) for split, arrays in parts.items() if arrays
+        split: np.concatenate(arrays, dtype=dtype, casting="unsafe")  # all ids fit: they are this encoding's
+        for split, arrays in parts.items()
+        if arrays
     }
-    return Encoded(joined, dict(counts), dict(left_out), piece.size)
+    counts = {"documents": documents, "bytes": n_bytes, REPAIRED: n_repaired, CUT: n_cut}
+    return Encoded(joined, counts, dict(left_out), piece.size)
 
 
 def ordinary(encoding: tiktoken.Encoding, string: str) -> np.ndarray:

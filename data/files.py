@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from model.config import UserError
+from model.errors import UserError
 
 
 def write_atomically(path: Path, content: bytes) -> None:

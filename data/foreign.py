@@ -9,11 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from data.files import write_atomically
-from model.config import UserError
+from model.errors import UserError
 
 DTYPE = np.dtype("<u2")
 LLMC_MAGIC = 20240520  # llm.c and modded-nanogpt: 256 int32, of which magic, version, token count
@@ -67,6 +65,9 @@ def _token_start(path: Path, size: int) -> int:
 
 
 def _read_through(path: Path, start: int, size: int) -> tuple[int, str]:
+    from rich.console import Console
+    from rich.progress import track
+
     max_id, digest = 0, hashlib.sha256()
     with open(path, "rb") as file:
         file.seek(start)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.text import Split
-from model.config import UserError
+from model.errors import UserError
 
 LONGEST_RECORD = 16 << 20  # bytes of one document in a .jsonl or an archive: memory is bounded by it
 NOT_UTF8, EMPTY = "not UTF-8", "empty"

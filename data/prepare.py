@@ -202,9 +202,7 @@ class _Preparation:
         journaled = time.monotonic()
         with Progress(self.source.size, self.source_bytes, expected, self.counts) as progress:
             try:
-                for done in workers.encode_in_order(
-                    pieces, count, self.made_from["tokenizer"], self.config.val_fraction
-                ):
+                for done in workers.encode_in_order(pieces, count, self.encoding, self.config.val_fraction):
                     self._add(done)
                     progress.update(self.source_bytes, self.counts)
                     if time.monotonic() - journaled > JOURNAL_SECONDS:

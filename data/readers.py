@@ -23,8 +23,8 @@ from data.pieces import (
     Piece,
     reading,
 )
-from data.text import BLOCK, BYTE_ORDER_MARK, as_utf8, cut, is_text, share
-from model.config import UserError
+from data.text import BLOCK, BYTE_ORDER_MARK, as_text, cut, is_text, share
+from model.errors import UserError
 
 RECORDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
@@ -183,7 +183,7 @@ def of_long_text(stream: BinaryIO, head: bytes = b"") -> Iterator[Piece]:
     if not more:
         yield Given(size=len(block), given=(block,))
         return
-    if not block.strip() or not is_text(block, as_utf8(block)[1]):
+    if not block.strip() or not is_text(block, as_text(block).replaced):
         reason = NOT_UTF8 if block.strip() else EMPTY  # 4 MB tell, and may be all that memory has room for
         while more:
             yield Given(size=len(block), given=())

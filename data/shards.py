@@ -19,7 +19,7 @@ import numpy as np
 
 from data import foreign
 from data.files import File
-from model.config import UserError
+from model.errors import UserError
 
 MAGIC = b"ORDINAL1"
 HEADER_BYTES = 1024  # reserved by the writer, which knows the counts and the checksum only at the end

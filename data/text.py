@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Split = Literal["train", "val"]
 
@@ -21,14 +21,27 @@ _BREAK = re.compile(
 )
 
 
-def as_utf8(data: bytes) -> tuple[bytes, int]:
-    """Valid UTF-8, and how many invalid sequences became U+FFFD for it."""
+class Text(NamedTuple):
+    """A document as UTF-8 and as strings of at most CHUNK bytes.
+
+    `replaced` invalid sequences became U+FFFD for it; it is `clean` when the tokens of the strings are those of
+    the whole.
+    """
+
+    data: bytes
+    strings: list[str]
+    replaced: int
+    clean: bool
+
+
+def as_text(data: bytes) -> Text:
+    """Any bytes as text."""
     try:
-        data.decode("utf-8")
+        return Text(data, *_chunks(data, 0))
     except UnicodeDecodeError:
         fixed = data.decode("utf-8", "replace").encode()
-        return fixed, fixed.count(b"\xef\xbf\xbd") - data.count(b"\xef\xbf\xbd")
-    return data, 0
+        replaced = fixed.count(b"\xef\xbf\xbd") - data.count(b"\xef\xbf\xbd")
+        return Text(fixed, *_chunks(fixed, replaced))
 
 
 def is_text(data: bytes, replaced: int) -> bool:
@@ -41,7 +54,7 @@ def share(data: bytes) -> float:
 
     The content alone decides, so a document keeps its split whatever is added, and duplicates share one.
     """
-    return int.from_bytes(hashlib.blake2b(data[:BLOCK], digest_size=8).digest(), "big") / 2**64
+    return int.from_bytes(hashlib.sha256(data[:BLOCK]).digest()[:8], "big") / 2**64
 
 
 def cut(data: bytes, start: int, limit: int) -> tuple[int, bool]:
@@ -61,12 +74,13 @@ def cut(data: bytes, start: int, limit: int) -> tuple[int, bool]:
     return end, False
 
 
-def chunks(data: bytes, limit: int = CHUNK) -> tuple[list[str], bool]:
-    """UTF-8 text in parts of at most `limit` bytes, and whether all cuts between them are clean."""
-    parts: list[str] = []
+def _chunks(data: bytes, replaced: int) -> tuple[list[str], int, bool]:
+    if len(data) <= CHUNK:
+        return [data.decode("utf-8")], replaced, True
+    strings: list[str] = []
     start, all_clean = 0, True
     while start < len(data):
-        end, clean = cut(data, start, limit)
-        parts.append(data[start:end].decode("utf-8"))
+        end, clean = cut(data, start, CHUNK)
+        strings.append(data[start:end].decode("utf-8"))
         start, all_clean = end, all_clean and clean
-    return parts, all_clean
+    return strings, replaced, all_clean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections import deque
@@ -10,12 +11,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import lru_cache
 from multiprocessing import get_context, parent_process
+
+import tiktoken
 
 from data.encode import Encoded, encode
 from data.pieces import Piece
 from data.text import BLOCK
-from model.config import RunFailed
+from model.errors import RunFailed
 
 AHEAD = 3  # pieces per worker that wait or are done: hides that some take longer
 HELD = 48 << 20  # bytes that may wait with them: bounds memory
@@ -28,18 +32,21 @@ def suitable(size: int | None) -> int:
 
 
 def encode_in_order(
-    pieces: Iterable[Piece], count: int, tokenizer_name: str, val_fraction: float
+    pieces: Iterable[Piece], count: int, encoding: tiktoken.Encoding, val_fraction: float
 ) -> Iterator[Encoded]:
     """Encode `pieces` by `count` processes, or in this one when that is 1.
 
     Raises RunFailed when a process dies, which the system does to it when memory is short.
     """
     if count == 1:
-        yield from (encode(piece, tokenizer_name, val_fraction) for piece in pieces)
+        yield from (encode(piece, encoding, val_fraction) for piece in pieces)
         return
     waiting: deque[tuple[Future[Encoded], int]] = deque()
+    # Five times faster to unpickle than to build from its files. It goes with each piece, for what a process is
+    # started with is written to it while all others wait.
+    pickled = pickle.dumps(encoding)
     # spawned, not forked: the caller may have threads
-    pool = ProcessPoolExecutor(count, get_context("spawn"), initializer=_start)
+    pool = ProcessPoolExecutor(count, get_context("spawn"), _start)
     try:
         for piece in pieces:
             while waiting and (
@@ -49,7 +56,7 @@ def encode_in_order(
             with (
                 _without_interrupts()
             ):  # the process that may start here inherits it: Ctrl-C is ours to answer
-                waiting.append((pool.submit(encode, piece, tokenizer_name, val_fraction), piece.held))
+                waiting.append((pool.submit(_encode, piece, pickled, val_fraction), piece.held))
         while waiting:
             yield waiting.popleft()[0].result()
     except BrokenProcessPool:
@@ -72,6 +79,16 @@ def _without_interrupts() -> Iterator[None]:
 
 def _start() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _encode(piece: Piece, pickled: bytes, val_fraction: float) -> Encoded:
+    return encode(piece, _unpickled(pickled), val_fraction)
+
+
+@lru_cache(maxsize=1)
+def _unpickled(encoding: bytes) -> tiktoken.Encoding:
+    found: tiktoken.Encoding = pickle.loads(encoding)
+    return found
 
 
 def _end_with_parent() -> None:

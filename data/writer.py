@@ -12,7 +12,7 @@ import numpy as np
 
 from data.shards import CHUNK, HEADER_BYTES, MAGIC, after_ends, token_dtype
 from data.text import Split
-from model.config import UserError
+from model.errors import UserError
 
 
 class ShardWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -19,15 +20,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from model.errors import RunFailed, UserError
+
+__all__ = ["RunFailed", "UserError"]
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
 LogitScale = Literal["none", "log_n", "yarn", "drope"]
-
-
-class UserError(ValueError):
-    """Something the user can put right: entry points print it as one sentence and exit with code 2."""
-
-
-class RunFailed(RuntimeError):
-    """A run that cannot go on through no slip of the keyboard: printed as one sentence, exit code 1."""
 
 
 class Strict(BaseModel):

@@ -22,9 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
-from model.config import RunFailed, UserError, flat_keys, nearest
+from model.config import CONF, RunFailed, UserError, flat_keys, nearest
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
 # values that are free text, which Hydra's grammar would otherwise split at commas, equals signs and quotes
 FREE_TEXT = ("prompt", "data.prompt", "run", "run_dir", "resume", "init_from", "data.path", "data.out", "out")
 

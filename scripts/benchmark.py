@@ -13,10 +13,9 @@ import yaml
 from pydantic import PositiveInt
 
 from data.benchmark import OPENWEBTEXT_BYTES, loading, tokenizing
-from model import launch
-from model.config import GPTConfig, Strict, UserError, validate
+from model.config import CONF, GPTConfig, Strict, UserError, validate
 
-FILES = {path.stem: path for path in sorted((launch.CONF / "position").glob("*.yaml"))}
+FILES = {path.stem: path for path in sorted((CONF / "position").glob("*.yaml"))}
 # NoPE first, for the others are compared with it
 POSITIONS = {
     name: {k: v for k, v in yaml.safe_load(FILES[name].read_text()).items() if k != "defaults"}
@@ -40,6 +39,8 @@ class BenchmarkConfig(Strict):
 
 
 def main(values: dict[str, Any]) -> None:
+    from model import launch  # not at the top, where each of the processes that tokenize would load Hydra
+
     config = validate(BenchmarkConfig, values)
     shape = {key: values[key] for key in ("n_layer", "n_head", "n_embd", "context_length")}
     model_config = validate(GPTConfig, shape)
@@ -202,7 +203,7 @@ def openwebtext_estimate(rate: float, cores: int) -> str:
 @contextmanager
 def loader_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) -> Variants:
     """A training step of model=mini on a batch, and the loading of that batch."""
-    mini = validate(GPTConfig, yaml.safe_load((launch.CONF / "model/mini.yaml").read_text()))
+    mini = validate(GPTConfig, yaml.safe_load((CONF / "model/mini.yaml").read_text()))
     of_mini = config.model_copy(update={"context_length": mini.context_length})
     step = training_step(of_mini, build_gpt(of_mini, mini, "rope", device), device, "auto")
     with loading(mini.context_length, config.batch_size) as variants:
@@ -262,4 +263,6 @@ VARIANTS = {
 
 
 if __name__ == "__main__":
+    from model import launch
+
     launch.main("benchmark", main)

@@ -23,7 +23,7 @@ import pytest
 
 from data import encode as encoding
 from data import prepare as preparation
-from data import text, workers
+from data import text, tokenizer, workers
 from data.encode import encode
 from data.loader import TokenStream
 from data.prepare import prepare
@@ -160,13 +160,14 @@ def test_runs_on_which_tiktoken_panics_are_cut_and_keep_their_text(tmp_path: Pat
 def test_document_on_which_the_tokenizer_panics_all_the_same_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text.chunks, "__defaults__", (1 << 30,))  # hand tiktoken the whole run
+    monkeypatch.setattr(text, "CHUNK", 1 << 30)  # hand tiktoken the whole run
     file = tmp_path / "a.jsonl"
-    runs = ["normal one", "\n" * 1_200_000 + "x", "normal two"]
+    normal = [f"normal {i}" for i in range(10)]
+    runs = [*normal[:5], "\n" * 1_200_000 + "x", *normal[5:]]
     file.write_text("".join(json.dumps({"text": run}) + "\n" for run in runs))
     folder = prepare(config(file, tmp_path / "out", val_fraction=0.5), "gpt2_2k", silent)
     found = corpus.texts(folder, "train", "gpt2_2k") + corpus.texts(folder, "val", "gpt2_2k")
-    assert sorted(found) == ["normal one", "normal two"]
+    assert sorted(found) == normal
     assert report(folder)["left_out"] == {"tokenizer failed": 1}
 
 
@@ -498,7 +499,7 @@ def test_worker_that_dies_is_said_and_the_work_goes_on(
 ) -> None:
     source = corpus.write(tmp_path / "source", "jsonl")
     with monkeypatch.context() as patch:
-        patch.setattr(workers, "encode", die)
+        patch.setattr(workers, "_encode", die)
         with pytest.raises(RunFailed, match="a tokenizing process was killed"):
             prepare(config(source, tmp_path / "out", workers=2), "bytes", silent)
     prepare(config(source, tmp_path / "out", workers=2), "bytes", silent)
@@ -746,7 +747,7 @@ def test_long_texts_are_held_to_the_same_policies(tmp_path: Path, monkeypatch: p
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
         done = [
-            encode(piece, "bytes", 0.5)
+            encode(piece, tokenizer.load("bytes"), 0.5)
             for piece in find(DataConfig(source="text", path=str(tmp_path / name))).pieces(tmp_path)
         ]
         tokens = [i for part in done for array in part.tokens.values() for i in array.tolist()]
@@ -766,14 +767,14 @@ def test_tokenizer_that_fails_on_a_part_leaves_the_end_of_text(
     (tmp_path / "a.txt").write_text("a line of some words\n" * 200 + "the last FAILS\n")
     real = encoding.ordinary
 
-    def failing(tokenizer: object, string: str) -> np.ndarray:
+    def failing(tiktoken: object, string: str) -> np.ndarray:
         if "FAILS" in string:
             raise ValueError("Regex error")
-        return real(tokenizer, string)  # type: ignore[arg-type]
+        return real(tiktoken, string)  # type: ignore[arg-type]
 
     monkeypatch.setattr(encoding, "ordinary", failing)
     pieces = find(DataConfig(source="text", path=str(tmp_path / "a.txt"))).pieces(tmp_path)
-    done = [encode(piece, "bytes", 0.5) for piece in pieces]
+    done = [encode(piece, tokenizer.load("bytes"), 0.5) for piece in pieces]
     tokens = [i for part in done for array in part.tokens.values() for i in array.tolist()]
     assert tokens.count(256) == 1 and tokens[-1] == 256
     assert sum(part.counts["documents"] for part in done) == 1 and done[-1].left_out == {

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import readers, text
+from data import readers, text, tokenizer
 from data.encode import encode
 from data.pieces import NO_TEXT, NOT_JSON, TOO_LONG
 from data.sources import DataConfig, find
@@ -50,9 +50,9 @@ def test_long_text_in_parts_has_the_tokens_of_the_whole(
     (tmp_path / "a.txt").write_text(whole)
     source = find(DataConfig(source="text", path=str(tmp_path / "a.txt")))
     monkeypatch.setattr(text, "BLOCK", 3000)
-    (one,) = [encode(piece, "gpt2", 0.5) for piece in source.pieces(tmp_path)]
+    (one,) = [encode(piece, tokenizer.load("gpt2"), 0.5) for piece in source.pieces(tmp_path)]
     corpus.set_block(monkeypatch, 3000)
-    parts = [encode(piece, "gpt2", 0.5) for piece in source.pieces(tmp_path)]
+    parts = [encode(piece, tokenizer.load("gpt2"), 0.5) for piece in source.pieces(tmp_path)]
     (split,) = one.tokens
     assert len(parts) > 10 and all(list(part.tokens) == [split] for part in parts)
     assert [i for part in parts for i in part.tokens[split].tolist()] == one.tokens[split].tolist()

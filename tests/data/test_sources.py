@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from data import readers, text
+from data import readers, text, tokenizer
 from data.pieces import NOT_UTF8, Document
 from data.sources import DataConfig, find
 from model.config import UserError, validate
@@ -127,7 +127,7 @@ def test_file_that_is_no_utf8_is_left_out_whatever_its_size(
     for name, content in kinds.items():
         (tmp_path / name).write_bytes(content)
         source = find(DataConfig(source="text", path=str(tmp_path / name)))
-        done = [encode(piece, "bytes", 0.5) for piece in source.pieces(tmp_path)]
+        done = [encode(piece, tokenizer.load("bytes"), 0.5) for piece in source.pieces(tmp_path)]
         assert not any(piece.tokens for piece in done), name
         assert sum(piece.left_out.get(NOT_UTF8, 0) for piece in done) == 1, name
 

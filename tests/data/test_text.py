@@ -37,9 +37,12 @@ def nasty(seed: int, n: int) -> str:
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2_2k"])
 @pytest.mark.parametrize("seed", range(60))
-def test_tokens_of_cleanly_cut_parts_are_those_of_the_whole(name: str, seed: int) -> None:
+def test_tokens_of_cleanly_cut_parts_are_those_of_the_whole(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoding, whole = tokenizer.load(name), nasty(seed, 300)
-    parts, clean = text.chunks(whole.encode(), 40 + seed)
+    monkeypatch.setattr(text, "CHUNK", 40 + seed)
+    _, parts, _, clean = text.as_text(whole.encode())
     assert "".join(parts) == whole and len(parts) > 3
     assert all(len(part.encode()) <= 40 + seed for part in parts)
     if clean:
@@ -48,22 +51,32 @@ def test_tokens_of_cleanly_cut_parts_are_those_of_the_whole(name: str, seed: int
         )
 
 
-def test_most_nasty_texts_are_cut_cleanly_so_that_the_test_above_tests() -> None:
-    assert sum(text.chunks(nasty(seed, 300).encode(), 40 + seed)[1] for seed in range(60)) > 30
+def test_most_nasty_texts_are_cut_cleanly_so_that_the_test_above_tests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clean = 0
+    for seed in range(60):
+        monkeypatch.setattr(text, "CHUNK", 40 + seed)
+        clean += text.as_text(nasty(seed, 300).encode()).clean
+    assert clean > 30
 
 
-def test_real_text_in_parts_has_the_tokens_of_the_whole() -> None:
+def test_real_text_in_parts_has_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     genesis = kjv()["train"][0]
     encoding = tokenizer.load("gpt2")
-    parts, clean = text.chunks(genesis, 1000)
+    monkeypatch.setattr(text, "CHUNK", 1000)
+    _, parts, _, clean = text.as_text(genesis)
     assert clean and len(parts) > 100
     tokens = np.concatenate([ordinary(encoding, part) for part in parts])
     assert tokens.tolist() == encoding.encode_ordinary(genesis.decode())
 
 
 @pytest.mark.parametrize("whole", ["x" * 1000, "🙂" * 250, " " * 1000, "é" * 501, "\n" * 999 + "x"])
-def test_text_without_a_break_is_cut_between_characters_and_says_so(whole: str) -> None:
-    parts, clean = text.chunks(whole.encode(), 101)
+def test_text_without_a_break_is_cut_between_characters_and_says_so(
+    whole: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "CHUNK", 101)
+    _, parts, _, clean = text.as_text(whole.encode())
     assert not clean and "".join(parts) == whole and max(len(part.encode()) for part in parts) <= 101
 
 
@@ -83,7 +96,8 @@ def test_cut_is_behind_no_other_white_space() -> None:
     ],
 )
 def test_invalid_utf8_becomes_replacement_characters(data: bytes, expected: str, replaced: int) -> None:
-    assert text.as_utf8(data) == (expected.encode(), replaced)
+    found = text.as_text(data)
+    assert found == (expected.encode(), [expected], replaced, True)
 
 
 def test_share_is_uniform_and_from_content_alone() -> None:

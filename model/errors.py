@@ -1,0 +1,11 @@
+"""What can go wrong that is no bug. Imports nothing, for the processes that tokenize start with it."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something the user can put right: entry points print it as one sentence and exit with code 2."""
+
+
+class RunFailed(RuntimeError):
+    """A run that cannot go on through no slip of the keyboard: printed as one sentence, exit code 1."""
