@@ -25,11 +25,12 @@ Document = bytes | str
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turns what goes wrong while a source is read into a UserError that names the file."""
-    import pyarrow as pa
-
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except Exception as error:
+        # by its module, since importing pyarrow takes a tenth of a second that plain text need not wait for
+        if not (isinstance(error, OSError) or type(error).__module__.startswith("pyarrow")):
+            raise
         what = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path}: not readable, or damaged ({what}); correct data.path, or fetch it again"

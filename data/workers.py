@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache
 from multiprocessing import get_context, parent_process
+from types import ModuleType
 
 import tiktoken
 
@@ -23,6 +25,7 @@ from model.errors import RunFailed
 
 AHEAD = 3  # pieces per worker that wait or are done: hides that some take longer
 HELD = 48 << 20  # bytes that may wait with them: bounds memory
+_one_at_a_time = threading.Lock()
 
 
 def suitable(size: int | None) -> int:
@@ -53,9 +56,7 @@ def encode_in_order(
                 len(waiting) >= AHEAD * count or piece.held + sum(held for _, held in waiting) > HELD
             ):
                 yield waiting.popleft()[0].result()
-            with (
-                _without_interrupts()
-            ):  # the process that may start here inherits it: Ctrl-C is ours to answer
+            with _starting():
                 waiting.append((pool.submit(_encode, piece, pickled, val_fraction), piece.held))
         while waiting:
             yield waiting.popleft()[0].result()
@@ -69,12 +70,19 @@ def encode_in_order(
 
 
 @contextmanager
-def _without_interrupts() -> Iterator[None]:
+def _starting() -> Iterator[None]:
+    """A process that starts here neither sees Ctrl-C, which is ours to answer, nor runs the script again.
+
+    multiprocessing has it import __main__ for what may be defined there, which costs a quarter of a second.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _one_at_a_time:
+        script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start() -> None:

@@ -13,6 +13,7 @@ import yaml
 from pydantic import PositiveInt
 
 from data.benchmark import OPENWEBTEXT_BYTES, loading, tokenizing
+from model import launch
 from model.config import CONF, GPTConfig, Strict, UserError, validate
 
 FILES = {path.stem: path for path in sorted((CONF / "position").glob("*.yaml"))}
@@ -39,8 +40,6 @@ class BenchmarkConfig(Strict):
 
 
 def main(values: dict[str, Any]) -> None:
-    from model import launch  # not at the top, where each of the processes that tokenize would load Hydra
-
     config = validate(BenchmarkConfig, values)
     shape = {key: values[key] for key in ("n_layer", "n_head", "n_embd", "context_length")}
     model_config = validate(GPTConfig, shape)
@@ -263,6 +262,4 @@ VARIANTS = {
 
 
 if __name__ == "__main__":
-    from model import launch
-
     launch.main("benchmark", main)

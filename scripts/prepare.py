@@ -8,6 +8,7 @@ from data.describe import length_table, quantiles, shard_table
 from data.loader import TokenStream
 from data.prepare import prepare
 from data.sources import DataConfig
+from model import launch
 from model.config import Strict, validate
 from model.training.config import TokenizerConfig
 
@@ -20,8 +21,6 @@ class PrepareConfig(Strict):
 
 
 def main(values: dict[str, Any]) -> None:
-    from model import launch  # not at the top, where each of the processes that tokenize would load Hydra
-
     config = validate(PrepareConfig, values)
     folder = prepare(config.data, config.tokenizer.name)
     streams = [TokenStream(folder, split) for split in ("train", "val")]
@@ -38,6 +37,4 @@ def main(values: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from model import launch
-
     launch.main("prepare", main)
