@@ -589,6 +589,7 @@ def _resident(pid: int) -> int:
         return 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_records_as_long_as_they_may_be_keep_memory_bounded(tmp_path: Path) -> None:
     import gzip
