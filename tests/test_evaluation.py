@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from model.config import UserError
 from model.evaluation import attention, perplexity
 from model.evaluation.perplexity import evaluate, score, token_losses
 from model.evaluation.windows import Protocol, Windows, choose_documents, document_windows
-from tests.conftest import CONTEXT, POSITIONS, VOCAB, tiny_gpt, write_shards
+from tests.conftest import CONTEXT, POSITIONS, ROOT, VOCAB, tiny_gpt, write_shards
 
 
 @pytest.fixture
@@ -267,3 +269,25 @@ def test_uniform_attention_is_1_of_uniform() -> None:
 def test_window_within_the_trained_length_has_no_outside() -> None:
     rows = attention.attention_statistics(tiny_gpt(POSITIONS["rope"]), torch.randint(VOCAB, (1, 20)), CONTEXT)
     assert {row["side"] for row in rows} == {"inside"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.parametrize("name", ["none", "rope", "alibi", "sinusoidal"])
+def test_loss_of_32768_tokens_fits_4_gigabytes(name: str) -> None:
+    """In a process of its own, whose peak is then that of the evaluation."""
+    code = (
+        "import resource, sys, torch\n"
+        "from model.evaluation.perplexity import token_losses\n"
+        "from model.load import build_model\n"
+        "from tests.conftest import compose_config\n"
+        "model = build_model(compose_config(f'position={sys.argv[1]}', 'model=mini')).eval()\n"
+        "with torch.no_grad():\n"
+        "    assert token_losses(model, torch.randint(2049, (1, 32769))).isfinite().all()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert int(result.stdout) < 4_000_000  # kB
+    print(name, result.stdout)
