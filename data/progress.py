@@ -7,10 +7,24 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 SECONDS_BETWEEN_LINES = 10
+
+
+def live_bar(console: Console, *before: ProgressColumn) -> Bar:
+    """A bar with text, time taken and time left behind the columns given; nothing where there is no terminal."""
+    return Bar(
+        *before,
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[text]}"),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
 
 
 class Progress:
@@ -24,15 +38,7 @@ class Progress:
         self._total = expected_documents or size
         self._first = counts.get("documents", 0) if expected_documents else done
         self._console = Console(soft_wrap=True)
-        self._bar = Bar(
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        self._bar = live_bar(self._console)
         self._task = self._bar.add_task("", total=self._total, completed=self._first, text="")
 
     def __enter__(self) -> Progress:

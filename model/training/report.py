@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich.progress import MofNCompleteColumn, TextColumn
 
 from data import tokenizer
+from data.progress import live_bar
 from model.config import UserError
 from model.evaluation.perplexity import Score
 from model.generate import Sampling, generate
@@ -42,17 +42,7 @@ class Progress:
 
     def __init__(self, steps: int, first_step: int) -> None:
         self._console = Console(soft_wrap=True)
-        self._bar = Bar(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
+        self._bar = live_bar(self._console, TextColumn("step"), MofNCompleteColumn())
         self._task = self._bar.add_task("", total=steps, completed=first_step, text="")
         self._steps, self._first, self._began, self._said = (
             steps,
