@@ -42,7 +42,7 @@ def main(values: dict[str, Any]) -> dict[str, Any]:
             config = validate(RunConfig, values)
     from model.load import check_buildable  # torch, once the configuration is known to be right
 
-    check_buildable(config if path is None else config.model_copy(update={"resume": str(path)}))
+    check_buildable(config, starts=path is None)
     # the shards of a run that goes on are where it had them, unless it is told of others
     earlier = path or (Path(config.init_from).expanduser() if config.init_from else None)
     if earlier is None or any(re.match(r"(data|tokenizer)\b", key) for key in launch.overridden()):

@@ -248,7 +248,7 @@ class _Preparation:
         needed = tokens * token_dtype(self.encoding.n_vocab).itemsize
         print(
             f"Expecting about {documents:,.0f} documents: {tokens / 1e9:.2f} B tokens by GPT-2's tokenizer, "
-            f"{needed / 2**30:.0f} GiB"
+            f"{needed / 2**30:.1f} GiB"
         )
         free = shutil.disk_usage(self.folder).free
         if free < needed:

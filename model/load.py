@@ -23,11 +23,14 @@ def build_model(config: RunConfig) -> GPT:
     return GPT(config.model, tokenizer.vocab_size(config.tokenizer.name), position)
 
 
-def check_buildable(config: RunConfig) -> None:
-    """Raises UserError when the model or device would fail later, without computing or writing anything."""
+def check_buildable(config: RunConfig, starts: bool = True) -> None:
+    """Raises UserError when the model or device would fail later, without computing or writing anything.
+
+    A run that `starts` needs its parent too, if it has one; one that is resumed may outlive it.
+    """
     with torch.device("meta"):
         model = build_model(config)
-    if config.init_from and not config.resume:
+    if config.init_from and starts:
         path = Path(config.init_from).expanduser()
         checkpoint.check_weights(model, _parent_state(path), path)
     pick_device(config.train.device, "train.device")

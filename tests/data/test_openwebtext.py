@@ -130,7 +130,7 @@ def test_files_are_fetched_tokenized_and_not_asked_for_again(
 ) -> None:
     hub.branches = (branch,)
     said = prepare(hub, tmp_path, "data.shards=null").stdout
-    assert "about 8,013,769 documents: 9.04 B tokens by GPT-2's tokenizer, 17 GiB" in said
+    assert "about 8,013,769 documents: 9.04 B tokens by GPT-2's tokenizer, 16.8 GiB" in said
     assert "Fetching 3 files of Skylion007/openwebtext at 0123456789ab" in said and "Fetched 3 of 3" in said
     folder = tmp_path / "shards/openwebtext-bytes"
     found = corpus.texts(folder, "train") + corpus.texts(folder, "val")
