@@ -14,6 +14,7 @@ from typing import Any
 
 from data.loader import TokenStream, TrainLoader
 from data.prepare import prepare
+from data.tasks import lessons
 from data.tokenizer import vocab_size
 from model import launch
 from model.config import RunFailed, UserError, validate
@@ -67,6 +68,9 @@ def make_loader(config: RunConfig, stream: TokenStream) -> TrainLoader:
         config.seed,
         windows=config.data.windows,
         end_of_text=vocab_size(config.tokenizer.name) - 1,
+        rewrite=None
+        if config.data.task == "none"
+        else lessons(config.data.task, config.data.task_rate, config.tokenizer.name, config.seed),
     )
     if config.data.windows == "within_document":
         print(
@@ -214,7 +218,7 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
             "parameters": model.parameter_count(),
             "perf/mean_tokens_per_s": step_tokens * (step - first) / seconds,
         }
-        wandb.conclude(val.metrics() | summary, sample)
+        wandb.conclude(val.metrics() | summary, {"sample": sample} if sample else {})
     run_dir.write_json(path / "evaluation" / "val.json", val.as_dict() | {"step": step} | summary)
     report.finished(path, step, length, val, summary, sample)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -107,6 +108,7 @@ class TrainLoader:
     occurs, and within an epoch no target is seen twice. The text is the whole stream, or with
     `windows="within_document"` each document; one shorter than a window then has none.
 
+    `rewrite(window, sample)`, where given, has the last word on each window.
     Of `world` processes, each draws its own rows of every batch. `batch_size` is that of all together.
     """
 
@@ -119,6 +121,7 @@ class TrainLoader:
         *,
         windows: Literal["contiguous", "within_document"] = "contiguous",
         end_of_text: int = -1,
+        rewrite: Callable[[np.ndarray, int], np.ndarray] | None = None,
         rank: int = 0,
         world: int = 1,
     ) -> None:
@@ -127,7 +130,7 @@ class TrainLoader:
                 f"train.batch_size={batch_size} cannot be shared by {world} processes; give a multiple of {world}"
             )
         self.stream, self.context_length, self.seed = stream, context_length, seed
-        self.batch_size, self.rank, self.world = batch_size, rank, world
+        self.batch_size, self.rank, self.world, self.rewrite = batch_size, rank, world, rewrite
         self.n_documents = self.n_long_documents = 1
         if windows == "contiguous":
             # one window fewer than would fit, so that the offset ranges over more than a window
@@ -174,6 +177,9 @@ class TrainLoader:
         """
         rows = self.batch_size // self.world
         first = step * self.batch_size + self.rank * rows
-        return np.stack(
-            [self.stream.read(self.start(s), self.context_length + 1) for s in range(first, first + rows)]
-        )
+        return np.stack([self.window(sample) for sample in range(first, first + rows)])
+
+    def window(self, sample: int) -> np.ndarray:
+        """The `sample`-th window of the training, (context_length + 1,) int64."""
+        window_T1 = self.stream.read(self.start(sample), self.context_length + 1)
+        return self.rewrite(window_T1, sample) if self.rewrite else window_T1

@@ -33,7 +33,8 @@ class DataConfig(Strict):
 
     `text_key` names the text in .jsonl and .parquet; `shards` takes the first files of OpenWebText alone;
     `shard_tokens` is when a shard is full; `workers` are processes (default: one a core). `windows` is how
-    training cuts the tokens: back to back across documents, or each inside one.
+    training cuts the tokens: back to back across documents, or each inside one. `task` is one of
+    data/tasks.py, taught in the fraction `task_rate` of training windows.
     """
 
     source: Literal["kjv", "text", "openwebtext", "bin"]
@@ -45,6 +46,8 @@ class DataConfig(Strict):
     shard_tokens: PositiveInt = 100_000_000
     workers: PositiveInt | None = None
     windows: Literal["contiguous", "within_document"] = "contiguous"
+    task: Literal["none", "recall"] = "none"
+    task_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
     prompt: str = ""
 
     @model_validator(mode="after")

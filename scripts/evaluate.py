@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import PositiveInt
 
 from data.loader import TokenStream
 from model import launch
 from model.config import LogitScale, Strict, UserError, validate
+from model.evaluation.kept import Kept, Row
+
+if TYPE_CHECKING:  # --help and a mistyped key are answered without loading torch
+    import torch
+
+    from model.load import Run
 
 Protocol = Literal["non_overlapping", "sliding", "last"]
 
@@ -23,6 +30,7 @@ class EvaluateConfig(Strict):
     protocol: Protocol | list[Protocol]
     stride: PositiveInt
     attention: bool
+    retrieval: bool
     split: Literal["train", "val"]
     max_tokens: PositiveInt | None
     batch_tokens: PositiveInt
@@ -32,27 +40,148 @@ class EvaluateConfig(Strict):
     name: str
 
 
+class Subject(NamedTuple):
+    """A run under evaluation. `settings` tell its rows apart from other runs' and from its own under other options."""
+
+    path: Path
+    run: Run
+    stream: TokenStream
+    precision: partial[torch.autocast]
+    settings: dict[str, Any]
+
+
 def main(values: dict[str, Any]) -> None:
+    """Score every run; where asked for, measure its attention and what it retrieves; print the tables."""
     scaling = launch.chosen_scaling(values.pop("position", None))
     config = validate(EvaluateConfig, values)
     if not re.fullmatch(r"[\w.-]+", config.name):
         raise UserError(
             f"name={config.name}: names a file in the run; expected letters, digits, '-', '_' and '.'"
         )
+    from model.evaluation import lengths, retrieval
+    from model.training.metrics import log_evaluation
+
     paths = [Path(run).expanduser() for run in ([config.run] if isinstance(config.run, str) else config.run)]
-    rows = [row for path in paths for row in evaluate_run(path, config, scaling)]
-    # imported here, so that --help and a mistyped key are answered without loading torch
-    from model.evaluation.lengths import draw
-
+    scores: list[Row] = []
+    attention: list[Row] = []
+    found: list[Row] = []
+    news: list[dict[str, float]] = []
     for path in paths:
-        draw(rows, path / "evaluation" / f"{config.name}.png")
-    launch.print_table([shown(row) for row in rows], title=f"{config.split}, {rows[0]['precision']}")
-    if config.attention:
-        found = [row for path in paths for row in attention_of(path, config, scaling)]
-        launch.print_table(found, title="attention, against attending to all keys alike")
+        subject = load(path, config, scaling)
+        kept = Kept(path / "evaluation" / f"{config.name}.json")
+        scores += (own := scores_of(subject, config, kept))
+        news.append(lengths.metrics(own) if kept.new else {})
+        if config.attention:
+            attention += attention_of(subject, config)
+        if config.retrieval:
+            kept = Kept(path / "evaluation" / f"{config.name}-retrieval.json")
+            found += (own := retrieval_of(subject, config, kept))
+            news[-1] |= retrieval.metrics(own) if kept.new else {}
+    for path, metrics in zip(paths, news, strict=True):
+        lengths.draw(scores, path / "evaluation" / f"{config.name}.png")
+        if found:
+            retrieval.draw(found, path / "evaluation" / f"{config.name}-retrieval.png")
+        log_evaluation(path, metrics, path / "evaluation" / f"{config.name}.png")
+    launch.print_table([shown(row) for row in scores], title=f"{config.split}, {scores[0]['precision']}")
+    if attention:
+        launch.print_table(attention, title="attention, against attending to all keys alike")
+    if found:
+        launch.print_table(retrieval.summary(found), title="values found for keys")
 
 
-def shown(row: dict[str, Any]) -> dict[str, Any]:
+def load(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> Subject:
+    """The run in `path`, on its device, and the text that it is scored on."""
+    from model.load import load_run
+    from model.training.checkpoint import check_same
+    from model.training.device import autocast, pick_device
+    from model.training.run_dir import shards
+
+    device = pick_device(config.device)
+    run = load_run(path, config.checkpoint, scaling, config.logit_scale)
+    run.model.to(device)
+    stream = TokenStream(shards(path, run.config), config.split)
+    stream.check_fits(run.config.tokenizer.name, 1)
+    fingerprint = stream.fingerprint()
+    check_same({"data": run.data}, "data", {config.split: fingerprint}, path)
+    precision = autocast(device, config.precision)
+    settings = {
+        "run": path.name + "".join(f" +{name}" for name in changed(scaling, config.logit_scale)),
+        "trained": run.config.model.context_length,
+        "step": run.step,
+        "split": config.split,
+        "data": fingerprint,
+        "position": run.config.position,
+        "logit_scale": run.config.model.logit_scale,
+        "precision": "bf16" if precision.keywords["enabled"] else "fp32",
+    }
+    return Subject(path, run, stream, precision, settings)
+
+
+def wanted_lengths(subject: Subject, config: EvaluateConfig) -> list[int]:
+    return sorted(set(config.lengths or [subject.settings["trained"]]))
+
+
+def scores_of(subject: Subject, config: EvaluateConfig, kept: Kept) -> list[Row]:
+    """The loss at every length, under every protocol."""
+    from model.evaluation.lengths import Plan, sweep
+
+    protocols = [config.protocol] if isinstance(config.protocol, str) else config.protocol
+    note = subject.settings | {"max_tokens": config.max_tokens}
+    plan = Plan(wanted_lengths(subject, config), list(protocols), config.stride, config.max_tokens, note)
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{subject.path.name}: {done / total:4.0%}", end="\r", file=sys.stderr, flush=True)
+
+    return list(
+        sweep(
+            subject.run,
+            subject.stream,
+            plan,
+            kept,
+            batch_tokens=config.batch_tokens,
+            autocast=subject.precision,
+            on_batch=progress,
+        )
+    )
+
+
+def attention_of(subject: Subject, config: EvaluateConfig) -> list[Row]:
+    """Attention statistics in the longest window, over the starts of at most eight documents."""
+    import torch
+
+    from data.tokenizer import vocab_size
+    from model.evaluation.attention import attention_statistics
+    from model.training.run_dir import write_json
+
+    model, stream, trained = subject.run.model, subject.stream, subject.settings["trained"]
+    limit = model.position.max_length or sys.maxsize
+    starts, sizes = stream.documents(vocab_size(subject.run.config.tokenizer.name) - 1)
+    possible = [n for n in wanted_lengths(subject, config) if n <= min(limit, sizes.max())]
+    if not possible:
+        return []
+    longest = max(possible)
+    ids = [torch.from_numpy(stream.read(int(start), longest)) for start in starts[sizes >= longest][:8]]
+    rows = attention_statistics(model, torch.stack(ids).to(next(model.parameters()).device), trained)
+    about = {"run": subject.settings["run"], "length": longest, "documents": len(ids)}
+    file = subject.path / "evaluation" / f"{config.name}-attention.json"
+    write_json(file, about | {"trained": trained, "rows": rows})
+    return [about | row for row in rows]
+
+
+def retrieval_of(subject: Subject, config: EvaluateConfig, kept: Kept) -> list[Row]:
+    """The fraction of keys found, at lengths up to the longest one asked for."""
+    from model.evaluation.retrieval import evenly_spaced, sweep
+
+    data = subject.run.config.data
+    lengths = evenly_spaced(max(wanted_lengths(subject, config)))
+    note = subject.settings | {"taught": data.task_rate if data.task == "recall" else 0.0}
+    return list(
+        sweep(subject.run, subject.stream, lengths, note, kept, config.batch_tokens, subject.precision)
+    )
+
+
+def shown(row: Row) -> Row:
     """What of a row fits a table for people."""
     columns = {
         "run": "run",
@@ -69,88 +198,6 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         "skipped": "skipped",
     }
     return {title: row[key] for key, title in columns.items() if key in row}
-
-
-def attention_of(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Attention statistics in the longest window, over the starts of at most eight documents."""
-    import torch
-
-    from data.tokenizer import vocab_size
-    from model.evaluation.attention import attention_statistics
-    from model.load import load_run
-    from model.training.device import pick_device
-    from model.training.run_dir import shards, write_json
-
-    run = load_run(path, config.checkpoint, scaling, config.logit_scale)
-    stream = TokenStream(shards(path, run.config), config.split)
-    limit = run.model.position.max_length or sys.maxsize
-    starts, sizes = stream.documents(vocab_size(run.config.tokenizer.name) - 1)
-    wanted = [n for n in config.lengths or [run.config.model.context_length] if n <= min(limit, sizes.max())]
-    if not wanted:
-        return []
-    longest = max(wanted)
-    ids = [torch.from_numpy(stream.read(int(start), longest)) for start in starts[sizes >= longest][:8]]
-    device = pick_device(config.device)
-    trained = run.config.model.context_length
-    rows = attention_statistics(run.model.to(device), torch.stack(ids).to(device), trained)
-    about = {"run": path.name, "length": longest, "documents": len(ids)}
-    write_json(
-        path / "evaluation" / f"{config.name}-attention.json", about | {"trained": trained, "rows": rows}
-    )
-    return [about | row for row in rows]
-
-
-def evaluate_run(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Score one run at every length and protocol, and keep the rows in evaluation/<name>.json as they come."""
-    from model.evaluation.lengths import Plan, read_rows, sweep, write_rows
-    from model.load import load_run
-    from model.training.checkpoint import check_same
-    from model.training.device import autocast, pick_device
-    from model.training.run_dir import shards
-
-    device = pick_device(config.device)
-    run = load_run(path, config.checkpoint, scaling, config.logit_scale)
-    run.model.to(device)
-    stream = TokenStream(shards(path, run.config), config.split)
-    stream.check_fits(run.config.tokenizer.name, 1)
-    fingerprint = stream.fingerprint()
-    check_same({"data": run.data}, "data", {config.split: fingerprint}, path)
-    precision = autocast(device, config.precision)
-    settings = {
-        "run": path.name + "".join(f" +{name}" for name in changed(scaling, config.logit_scale)),
-        "step": run.step,
-        "split": config.split,
-        "data": fingerprint,
-        "position": run.config.position,
-        "logit_scale": run.config.model.logit_scale,
-        "max_tokens": config.max_tokens,
-        "precision": "bf16" if precision.keywords["enabled"] else "fp32",
-    }
-    protocols = [config.protocol] if isinstance(config.protocol, str) else config.protocol
-    lengths = sorted(set(config.lengths or [run.config.model.context_length]))
-    plan = Plan(lengths, list(protocols), config.stride, config.max_tokens, settings)
-    file = path / "evaluation" / f"{config.name}.json"
-    known = read_rows(file)
-
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{path.name}: {done / total:4.0%}", end="\r", file=sys.stderr, flush=True)
-
-    rows: list[dict[str, Any]] = []
-    for row in sweep(
-        run,
-        stream,
-        plan,
-        known,
-        batch_tokens=config.batch_tokens,
-        autocast=precision,
-        on_batch=progress,
-    ):
-        rows.append(row)
-        if row not in known:
-            known.append(row)
-            write_rows(file, known)
-    return rows
 
 
 def changed(scaling: dict[str, Any] | None, logit_scale: str | None) -> list[str]:

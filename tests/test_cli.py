@@ -88,17 +88,35 @@ def test_run_directory_holds_what_is_promised(place: Path) -> None:
 
 
 def test_offline_wandb_run_lies_beside_and_holds_the_same_numbers(place: Path) -> None:
-    (folder,) = (place / "runs/wandb").glob("offline-run-*")
-    identifier = json.loads((place / "runs/first/run.json").read_text())["id"]
-    assert folder.name.endswith(identifier)
-    wandb = Path(sys.executable).parent / "wandb"
-    result = subprocess.run(
-        [wandb, "leet", "inspect", "--json", folder], capture_output=True, text=True, timeout=60
-    )
-    shown = result.stdout
-    assert result.returncode == 0, result.stderr
+    shown = wandb_shows(place)[0]
     last = metrics(place / "runs/first")[-1]
     assert str(last["val/loss"])[:10] in shown and "sample" in shown
+
+
+def wandb_shows(place: Path) -> list[str]:
+    """What `wandb leet` says of each offline folder of runs/first, in the order of time."""
+    identifier = json.loads((place / "runs/first/run.json").read_text())["id"]
+    wandb, shown = Path(sys.executable).parent / "wandb", []
+    for folder in sorted((place / "runs/wandb").glob(f"offline-run-*-{identifier}")):
+        command = [wandb, "leet", "inspect", "--json", folder]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        shown.append(result.stdout)
+    return shown
+
+
+def test_evaluation_and_retrieval_go_to_wandb_once(place: Path) -> None:
+    command = ["run=runs/first", "lengths=[32,128]", "retrieval=true", "name=again"]
+    said = run("scripts/evaluate.py", *command, cwd=place).stdout
+    scores = json.loads((place / "runs/first/evaluation/again.json").read_text())["scores"]
+    found = json.loads((place / "runs/first/evaluation/again-retrieval.json").read_text())["scores"]
+    assert [row["length"] for row in found] == list(range(60, 129, 4)) and "retrieves to" in said
+    assert all(row["taught"] == 0 and row["chance"] == 1 / 16 for row in found)
+    shown = wandb_shows(place)[-1]
+    assert "val/loss_at/128" in shown and str(scores[1]["loss"])[:10] in shown and "val/retrieves_to" in shown
+    count = len(wandb_shows(place))
+    assert run("scripts/evaluate.py", *command, cwd=place).stdout == said
+    assert len(wandb_shows(place)) == count
 
 
 def test_final_screen_has_table_sample_and_next_commands(place: Path) -> None:

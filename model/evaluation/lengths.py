@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from data import tokenizer
 from data.loader import TokenStream
+from model.evaluation.kept import Kept, Row
 from model.evaluation.perplexity import score
 from model.evaluation.windows import Protocol, choose_documents, document_windows
 from model.load import Run
-from model.training.run_dir import write_json
-
-Row = dict[str, Any]
 
 
 class Plan(NamedTuple):
@@ -33,13 +30,13 @@ def sweep(
     run: Run,
     stream: TokenStream,
     plan: Plan,
-    known: list[Row],
+    kept: Kept,
     *,
     batch_tokens: int,
     autocast: Callable[[], torch.autocast],
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Iterator[Row]:
-    """A row per protocol and length; one of `known` with the same settings is given back as it is.
+    """A row per protocol and length; one that `kept` has with the same settings is given back as it is.
 
     A length that the encoding does not define, or for which no document is long enough, has a row with a
     `skipped` sentence, and the sweep goes on.
@@ -62,15 +59,14 @@ def sweep(
                 "longest": needed,
                 **plan.note,
             }
-            same = [row for row in known if all(row.get(key) == value for key, value in settings.items())]
             if length not in defined:
                 yield settings | {"skipped": f"not defined beyond {limit}"}
             elif length not in possible:
                 yield settings | {
                     "skipped": f"no document of more than {length} tokens ({sizes.max()} at most)"
                 }
-            elif same:
-                yield same[-1]
+            elif known := kept.find(settings):
+                yield known
             else:
                 windows = document_windows(*chosen, protocol, length, min(plan.stride, length), needed)
                 found = score(
@@ -82,20 +78,18 @@ def sweep(
                     autocast=autocast,
                     on_batch=on_batch,
                 )
-                yield settings | found.as_dict()
+                yield kept.add(settings | found.as_dict())
 
 
-def read_rows(file: Path) -> list[Row]:
-    """What an earlier evaluation left; nothing when the file is absent or not one."""
-    try:
-        rows = json.loads(file.read_text())["scores"]
-        return [row for row in rows if isinstance(row, dict) and "loss" in row]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def write_rows(file: Path, rows: list[Row]) -> None:
-    write_json(file, {"scores": rows})
+def metrics(rows: list[Row]) -> dict[str, float]:
+    """The losses by the names that W&B shows: `val/loss_at/2048`, with protocol and scaling where not the usual."""
+    named = {}
+    for row in rows:
+        if "loss" in row:
+            _, *changes = row["run"].split(" +")
+            unusual = [] if row["protocol"] == "non_overlapping" else [row["protocol"]]
+            named["/".join([f"{row['split']}/loss_at/{row['length']}", *unusual, *changes])] = row["loss"]
+    return named
 
 
 def draw(rows: list[Row], file: Path) -> None:

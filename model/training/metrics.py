@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 import torch
 
 from data.files import write_atomically
+from model.training import run_dir
 from model.training.config import LoggerConfig
 
 # peak dense bf16 FLOP/s by a part of the device's name, from NVIDIA's data sheets
@@ -134,16 +135,31 @@ class Wandb:
         """Log all metrics of one step; `values["step"]` must grow from call to call."""
         self._guarded(lambda: self._run.log(values, step=values["step"]))
 
-    def conclude(self, summary: dict[str, Any], sample: tuple[str, str] | None) -> None:
-        """Add the summary and the final sample (prompt, text)."""
+    def conclude(self, summary: dict[str, Any], shown: dict[str, tuple[str, str] | Path]) -> None:
+        """Add numbers to the summary, and by name what is shown: samples (prompt, text) and pictures."""
 
         def write() -> None:
-            if sample is not None:
-                table = self._wandb.Table(columns=["prompt", "text"], data=[list(sample)])
-                self._run.log({"sample": table})
+            for name, what in shown.items():
+                if isinstance(what, Path):
+                    self._run.log({name: self._wandb.Image(str(what))})
+                else:
+                    table = self._wandb.Table(columns=["prompt", "text"], data=[list(what)])
+                    self._run.log({name: table})
             self._run.summary.update(summary)
 
         self._guarded(write)
+
+
+def log_evaluation(path: Path, metrics: dict[str, float], picture: Path) -> None:
+    """Add an evaluation's numbers and picture to the W&B run of a run directory; nothing where it has none.
+
+    An offline run gets a second folder with the same id, which `wandb sync` joins with the first.
+    """
+    run_id = run_dir.wandb_id(path)
+    if not metrics or run_id is None:
+        return
+    with Wandb(run_dir.load_config(path).logger, path, run_id, {}) as wandb:
+        wandb.conclude(metrics, {picture.stem: picture})
 
 
 def _one_line(error: BaseException) -> str:

@@ -137,6 +137,12 @@ def _read_record(path: Path) -> dict[str, Any]:
     return known if isinstance(known, dict) else {}
 
 
+def wandb_id(path: Path) -> str | None:
+    """The id of the W&B run that a run logs to; None for one that has left no record."""
+    recorded = _read_record(path).get("id")
+    return recorded if isinstance(recorded, str) else None
+
+
 def shards(path: Path, config: RunConfig) -> Path:
     """The shards that a run was trained on: where it had them, else prepared again from `config`.
 
