@@ -34,9 +34,17 @@ class Recall:
         return np.stack([np.full(count, self.mark), keys, values], axis=1)
 
     def lesson(self, text_T: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        """A window (T,) of text to train on, with each of up to `N_PAIRS` pairs written over it twice."""
-        pairs = self._pairs(min(N_PAIRS, len(text_T) // (3 * PAIR)), generator)
-        order = generator.permutation(np.repeat(np.arange(len(pairs)), 2))
+        """A window (T,) of text to train on, with 1 to `N_PAIRS` pairs written over it, each twice or more often.
+
+        Few pairs that come often are learned first, and many that come twice ask for the whole window.
+        """
+        most = len(text_T) // (PAIR + 1)
+        pairs = self._pairs(
+            int(generator.integers(min(1, most // 2), min(N_PAIRS, most // 2) + 1)), generator
+        )
+        fewest = 2 * len(pairs)
+        count = round(fewest * (most / fewest) ** generator.random()) if fewest else 0
+        order = generator.permutation(np.arange(count) % max(len(pairs), 1))
         return _write(text_T, pairs[order], 0, generator)
 
     def exam(self, text_T: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, int]:

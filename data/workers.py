@@ -49,14 +49,14 @@ def encode_in_order(
     # started with is written to it while all others wait.
     pickled = pickle.dumps(encoding)
     # spawned, not forked: the caller may have threads
-    pool = ProcessPoolExecutor(count, get_context("spawn"), _start)
+    pool = ProcessPoolExecutor(count, get_context("spawn"), end_with_parent)
     try:
         for piece in pieces:
             while waiting and (
                 len(waiting) >= AHEAD * count or piece.held + sum(held for _, held in waiting) > HELD
             ):
                 yield waiting.popleft()[0].result()
-            with _starting():
+            with starting():
                 waiting.append((pool.submit(_encode, piece, pickled, val_fraction), piece.held))
         while waiting:
             yield waiting.popleft()[0].result()
@@ -70,7 +70,7 @@ def encode_in_order(
 
 
 @contextmanager
-def _starting() -> Iterator[None]:
+def starting() -> Iterator[None]:
     """A process that starts here neither sees Ctrl-C, which is ours to answer, nor runs the script again.
 
     multiprocessing has it import __main__ for what may be defined there, which costs a quarter of a second.
@@ -85,8 +85,9 @@ def _starting() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def end_with_parent() -> None:
+    """A worker ends when the process that it works for does, however that ends."""
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 
 def _encode(piece: Piece, pickled: bytes, val_fraction: float) -> Encoded:
@@ -99,7 +100,7 @@ def _unpickled(encoding: bytes) -> tiktoken.Encoding:
     return found
 
 
-def _end_with_parent() -> None:
+def _wait_for_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()

@@ -97,6 +97,11 @@ def overridden() -> list[str]:
     return [key.lstrip("+~") for key in given]
 
 
+def choice(group: str) -> str:
+    """The option of a config group that this job has."""
+    return str(HydraConfig.get().runtime.choices[group])
+
+
 def sweep() -> tuple[str | None, list[str]]:
     """The name of the multirun that this job belongs to, and its overrides; (None, []) outside one."""
     config = HydraConfig.get()

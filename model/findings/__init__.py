@@ -1,0 +1,1 @@
+"""Published findings as runs, measures and claims, and what came of them."""

@@ -1,0 +1,70 @@
+"""Figures of a finding: a line per run, the mean over seeds with its 95 % interval."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from model.findings.jobs import Plan, measure_id
+from model.findings.judge import interval
+from model.findings.spec import Figure, Finding
+
+LABELS = {
+    "length": "length of evaluation, in multiples of L",
+    "tokens": "tokens of training (millions)",
+}
+
+
+def points(finding: Finding, figure: Figure, plan: Plan, run: str, seed: int) -> dict[float, float]:
+    """y by x of one run and seed."""
+    job = plan.place[finding.name, run, seed]
+    known = plan.results.read(job)
+    if figure.x == "tokens":
+        return {tokens / 1e6: loss for tokens, loss in known["curve"]}
+    found: dict[float, float] = {}
+    for what in job.measures:
+        if what.kind == "loss" and what.protocol == figure.protocol:
+            values: dict[str, Any] = known["measures"][measure_id(what, plan.scale)]
+            for multiple in what.lengths:
+                loss = values[
+                    "loss@"
+                    + f"{multiple:g}L"
+                    + ("" if figure.protocol == "non_overlapping" else f"/{figure.protocol}")
+                ]
+                if loss is not None:
+                    found[multiple] = loss
+    return found
+
+
+def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
+    """Write the figure as SVG, which has no date or random name in it, and return its path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "ordinal", "svg.fonttype": "none"})
+    import matplotlib.pyplot as plt
+
+    canvas, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for run in figure.runs:
+        by_seed = [points(finding, figure, plan, run, seed) for seed in plan.scale.seeds]
+        xs = sorted(set.intersection(*(set(found) for found in by_seed)))
+        columns = [[found[x] for found in by_seed] for x in xs]
+        means = [fmean(column) for column in columns]
+        bounds = [interval(column) or (fmean(column), fmean(column)) for column in columns]
+        (line,) = axes.plot(xs, means, marker="o", ms=3, label=run)
+        axes.fill_between(
+            xs, [low for low, _ in bounds], [high for _, high in bounds], alpha=0.2, color=line.get_color()
+        )
+    axes.set(xlabel=LABELS[figure.x], ylabel="loss (nats a token)", title=figure.title)
+    if figure.x == "length":
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize="small")
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"\W+", "-", f"{finding.name} {figure.title}".lower()).strip("-")
+    canvas.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    plt.close(canvas)
+    return folder / f"{name}.svg"

@@ -1,0 +1,172 @@
+"""From findings to trainings: what has to be run, each once, however many findings ask for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from model.config import CONF, validate
+from model.findings.code_version import EVALUATION, TRAINING, code_version
+from model.findings.spec import Finding, Measure, RunSpec, Scale
+from model.training.config import RunConfig
+from model.training.run_dir import extend, write_json
+
+# what cannot change a number of the result
+_IRRELEVANT: dict[str, Any] = {
+    "run_dir": True,
+    "resume": True,
+    "init_from": True,
+    "logger": True,
+    "name": True,
+}
+
+
+@dataclass
+class Job:
+    """One training, or one reading of its parent's weights, and all that is measured on it."""
+
+    key: str
+    name: str
+    config: RunConfig
+    parent: Job | None
+    trains: bool
+    measures: list[Measure] = field(default_factory=list)
+
+
+class Results:
+    """results/<scale>/runs/<key>.json: small, and enough to judge without the checkpoints."""
+
+    def __init__(self, folder: Path, scale: Scale) -> None:
+        self.folder, self.scale = folder, scale
+
+    def file(self, job: Job) -> Path:
+        return self.folder / f"{job.key}.json"
+
+    def read(self, job: Job) -> dict[str, Any]:
+        """What is known of a job; empty before it has run."""
+        try:
+            found = json.loads(self.file(job).read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def add(self, job: Job, **values: Any) -> None:
+        write_json(self.file(job), self.read(job) | values)
+
+    def missing(self, job: Job) -> list[Measure]:
+        """The measures of a job that no result has yet."""
+        known = self.read(job).get("measures", {})
+        return [measure for measure in job.measures if measure_id(measure, self.scale) not in known]
+
+    def is_done(self, job: Job) -> bool:
+        return bool(self.read(job).get("trained")) and not self.missing(job)
+
+
+def measure_id(measure: Measure, scale: Scale) -> str:
+    """What tells the values of two measures apart, the code that made them included."""
+    lengths = ",".join(f"{round(scale.length * multiple)}" for multiple in measure.lengths)
+    version = code_version(*EVALUATION)
+    return f"{measure.kind} {measure.protocol} at {lengths}, {scale.val_tokens} tokens, code {version}"
+
+
+class Plan:
+    """The jobs of some findings at a scale. Made anew as results come in, since tuning decides about later jobs."""
+
+    def __init__(self, findings: Iterable[Finding], scale: Scale, results: Results) -> None:
+        self.scale, self.results = scale, results
+        self.jobs: dict[str, Job] = {}
+        self.place: dict[tuple[str, str, int], Job] = {}  # (finding, run, seed)
+        self.tuning: dict[
+            tuple[str, str], list[tuple[list[str], Job]]
+        ] = {}  # (finding, run) to (overrides, job)
+        self.waiting = 0  # jobs whose configuration is not known yet
+        for finding in findings:
+            for name in finding.runs:
+                for seed in scale.seeds:
+                    job = self._job(finding, name, seed)
+                    if job is None:
+                        self.waiting += 1
+                        continue
+                    self.place[finding.name, name, seed] = job
+                    job.measures += [m for m in finding.runs[name].measures if m not in job.measures]
+
+    def _job(self, finding: Finding, name: str, seed: int) -> Job | None:
+        """None while its tuning, or its parent's, is not finished."""
+        run = finding.runs[name]
+        parent = self._job(finding, run.start, seed) if run.start else None
+        if run.start and parent is None:
+            return None
+        chosen = self._tuned(finding, run.tuned_as or name)
+        return None if chosen is None else self._add(run, name, seed, parent, chosen)
+
+    def _tuned(self, finding: Finding, name: str) -> list[str] | None:
+        """The overrides that had the lowest validation loss; none where nothing is tuned, None when not known yet."""
+        run, seed = finding.runs[name], self.scale.seeds[0]
+        if not run.tune:
+            return []
+        parent = self._job(finding, run.start, seed) if run.start else None
+        if run.start and parent is None:
+            return None
+        if (finding.name, name) not in self.tuning:
+            options = [f"{key}={value}" for key, values in run.tune.items() for value in values]
+            self.tuning[finding.name, name] = [
+                ([option], self._add(run, f"{name} {option}", seed, parent, [option])) for option in options
+            ]
+        tried = self.tuning[finding.name, name]
+        losses = [self.results.read(job).get("val_loss", math.nan) for _, job in tried]
+        return None if any(map(math.isnan, losses)) else tried[losses.index(min(losses))][0]
+
+    def _add(self, run: RunSpec, name: str, seed: int, parent: Job | None, chosen: list[str]) -> Job:
+        config = configure(run, self.scale, seed, parent, chosen)
+        identity = {
+            "config": config.model_dump(mode="json", exclude=_IRRELEVANT),
+            "parent": parent and parent.key,
+            "trains": run.tokens > 0,
+            "code": code_version(*TRAINING, str(config.position["_target_"]).rpartition(".")[0]),
+        }
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        return self.jobs.setdefault(key, Job(key, f"{name}, seed {seed}", config, parent, run.tokens > 0))
+
+
+def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen: list[str]) -> RunConfig:
+    """The configuration of one training. Raises UserError as the command line would for the same overrides."""
+    length = round(scale.length * run.length)
+    batch_size = max(scale.batch_tokens // length, 1)
+    steps = max(round(scale.tokens * run.tokens / (batch_size * length)), 1)
+    overrides = [
+        *([] if parent else scale.overrides),
+        *run.overrides,
+        f"model.context_length={length}",
+        f"train.batch_size={batch_size}",
+        f"train.steps={steps}",
+        f"train.eval_interval={max(steps // run.validations, 1)}",
+        f"train.save_interval={max(steps // 5, 50)}",
+        "train.keep=1",
+        *chosen,
+    ]
+    values = _composed(tuple(overrides)) | {"seed": seed}
+    if parent is None:
+        return validate(RunConfig, values)
+    keys = [re.split("=", override, maxsplit=1)[0].lstrip("+~") for override in overrides]
+    return extend(parent.config, values, keys)
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("config", [*overrides, "name=reproduce", "logger.mode=disabled"])
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -1,0 +1,145 @@
+"""What a finding came to, for people and for programs: its page, its JSON, and the table of the README."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from data.files import write_atomically
+from model.findings.figures import draw
+from model.findings.jobs import Job, Plan
+from model.findings.judge import judge
+from model.findings.spec import FINDINGS, Finding
+from model.training.run_dir import write_json
+
+BEGIN, END = "<!-- findings: begin -->", "<!-- findings: end -->"
+
+
+def publish(finding: Finding, plan: Plan, folder: Path, command: str) -> list[dict[str, Any]]:
+    """Write <finding>.json, .md and figures into `folder`; returns the claims as the JSON has them."""
+    claims = [verdict._asdict() for verdict in judge(finding, plan)]
+    used = {job.key: job for (name, _, _), job in plan.place.items() if name == finding.name}
+    used |= {
+        job.key: job for (name, _), tried in plan.tuning.items() if name == finding.name for _, job in tried
+    }
+    figures = [draw(finding, figure, plan, folder / "figures") for figure in finding.figures]
+    content = {
+        "finding": finding.name,
+        "title": finding.title,
+        "paper": finding.paper,
+        "command": command,
+        "claims": claims,
+        "tuning": tuning(finding, plan),
+        "cost": cost(list(used.values()), plan),
+        "runs": sorted(used),
+    }
+    write_json(folder / f"{finding.name}.json", content)
+    text = page(finding, plan, content, [path.relative_to(folder) for path in figures])
+    write_atomically(folder / f"{finding.name}.md", text.encode())
+    return claims
+
+
+def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Path]) -> str:
+    """The page in Markdown."""
+    lines = [f"# {finding.title}", "", f"{finding.paper}. Scale: {plan.scale.title}.", ""]
+    if plan.scale.note:
+        lines += [plan.scale.note.strip(), ""]
+    lines += ["| claim | statistic | asked | measured | verdict |", "| --- | --- | --- | --- | --- |"]
+    for claim in content["claims"]:
+        sentence = f"**{claim['id']}** {claim['sentence']} ({claim['source']})"
+        scale = "; said to need scale" if claim["needs_scale"] else ""
+        cells = [
+            sentence,
+            f"`{claim['statistic']}`",
+            claim["threshold"],
+            measured(claim),
+            claim["verdict"] + scale,
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    seeds = ", ".join(map(str, plan.scale.seeds))
+    lines += [
+        "",
+        f"Means over seeds {seeds} with 95 % intervals (Student's t), each statistic taken within a seed. A "
+        "claim is *reproduced* when its whole interval is as asked, *not reproduced* when all of it is not, else "
+        "*inconclusive*.",
+        "",
+    ]
+    lines += [f"![{figure.stem}]({figure.as_posix()})\n" for figure in figures]
+    lines += ["## Why these thresholds", ""]
+    lines += [f"- {claim['id']}: {claim['why'].strip()}" for claim in content["claims"]]
+    lines += ["", "## What differs from the paper", "", finding.differs.strip(), ""]
+    if content["tuning"]:
+        lines += [
+            "## Tuning",
+            "",
+            "Validation loss by option, first seed; the lowest is used for all seeds.",
+            "",
+        ]
+        lines += ["| run | option | validation loss |", "| --- | --- | --- |"]
+        lines += [
+            f"| {row['run']} | `{row['option']}` | {row['val_loss']:.4f} |" for row in content["tuning"]
+        ]
+        lines.append("")
+    spent = content["cost"]
+    lines += [
+        "## Cost",
+        "",
+        f"{spent['trainings']} trainings, {spent['tokens'] / 1e6:.1f} M tokens, about {spent['core_hours']:.1f} core "
+        f"hours of training on {spent['machines']}. Trainings that findings share are counted in each.",
+        "",
+        f"    {content['command']}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def measured(claim: dict[str, Any]) -> str:
+    bounds = claim["interval"]
+    return f"{claim['mean']:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
+
+
+def tuning(finding: Finding, plan: Plan) -> list[dict[str, Any]]:
+    """A row for each option that was tried."""
+    return [
+        {"run": run, "option": " ".join(options), "val_loss": plan.results.read(job)["val_loss"]}
+        for (name, run), tried in plan.tuning.items()
+        if name == finding.name
+        for options, job in tried
+    ]
+
+
+def cost(jobs: list[Job], plan: Plan) -> dict[str, Any]:
+    """What the trainings took: their tokens, and these over the median speed of each, times its threads."""
+    results = [plan.results.read(job) for job in jobs if job.trains]
+    hours = [r["tokens"] / r["tokens_per_s"] * r["threads"] / 3600 for r in results]
+    machines = sorted({f"{r['environment']['machine']}, torch {r['environment']['torch']}" for r in results})
+    return {
+        "trainings": len(results),
+        "tokens": sum(r["tokens"] for r in results),
+        "core_hours": sum(hours),
+        "machines": "; ".join(machines),
+    }
+
+
+def findings_table(results: Path) -> str:
+    """The README's table, from the JSON of all scales whose verdicts count."""
+    lines = ["| finding | claim | measured | asked | verdict |", "| --- | --- | --- | --- | --- |"]
+    for name in FINDINGS:
+        for file in sorted(results.glob(f"*/{name}.json")):
+            content = json.loads(file.read_text())
+            scale = file.parent.name
+            for claim in content["claims"]:
+                if claim["verdict"] != "not judged":
+                    link = f"[{content['title']}, {scale}](results/{scale}/{name}.md)"
+                    cells = [link, f"{claim['id']} {claim['sentence']}", measured(claim), claim["threshold"]]
+                    lines.append("| " + " | ".join([*cells, f"**{claim['verdict']}**"]) + " |")
+    return "\n".join(lines) if len(lines) > 2 else "No finding has been judged yet."
+
+
+def update_readme(readme: Path, results: Path) -> None:
+    """Put the table between its marks."""
+    text = readme.read_text()
+    table = f"{BEGIN}\n{findings_table(results)}\n{END}"
+    write_atomically(readme, re.sub(f"{BEGIN}.*?{END}", lambda _: table, text, flags=re.DOTALL).encode())

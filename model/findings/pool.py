@@ -1,0 +1,196 @@
+"""Jobs in processes of their own, as many as there are cores, with one display of how far they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from data.workers import end_with_parent, starting
+from model.errors import RunFailed
+from model.findings.jobs import Job, Plan
+
+SECONDS_BETWEEN_LINES = 30  # where there is no terminal
+TRIES = 2  # of a job whose worker was killed, as happens when memory is short
+MEASURING = 0.15  # of the cost of a training, about
+
+
+def weights_of(job: Job) -> Job:
+    """The job whose checkpoint has the weights that `job` is about."""
+    return job if job.trains or job.parent is None else weights_of(job.parent)
+
+
+def has_weights(job: Job, work: Path) -> bool:
+    """Whether the checkpoint of a finished training is on this machine."""
+    return (work / job.key / "checkpoints" / f"step_{job.config.train.steps:08d}.pt").exists()
+
+
+def required(plan: Plan, work: Path) -> dict[str, Job]:
+    """What has to be run yet: jobs without their results, and parents whose weights are not on this machine."""
+    needed: dict[str, Job] = {}
+
+    def need(job: Job) -> None:
+        if job.parent is not None and not has_weights(weights_of(job.parent), work):
+            need(weights_of(job.parent))
+        needed[job.key] = job
+
+    for job in plan.jobs.values():
+        if not plan.results.is_done(job):
+            need(job)
+    return needed
+
+
+def cost(job: Job) -> float:
+    """Tokens to train on, and some for what is measured; for the estimate of the time left."""
+    train = job.config.train
+    tokens = train.steps * train.batch_size * job.config.model.context_length if job.trains else 0
+    return tokens + MEASURING * 1e6 * len(job.measures)
+
+
+def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) -> Plan:
+    """Run everything that `replan` finds to be done, and return the plan that has nothing left.
+
+    Raises RunFailed at the end when jobs failed. On Ctrl-C and SIGTERM workers save their training and stop.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of the workers: this process has counted its own
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    pool = new_pool(workers)
+    running: dict[str, tuple[Job, Future[None]]] = {}
+    failed: Counter[str] = Counter()
+    with Display() as display:
+        try:
+            while True:
+                for key, (_, future) in list(running.items()):
+                    if future.done():
+                        del running[key]
+                        error = future.exception()
+                        if isinstance(
+                            error, BrokenProcessPool
+                        ):  # one was killed, and takes the others with it
+                            failed[key] += 1
+                            pool = new_pool(workers)
+                        elif error is not None:
+                            failed[key] += TRIES
+                plan = replan()
+                todo = {k: job for k, job in required(plan, work).items() if failed[k] < TRIES}
+                possible = [
+                    job
+                    for key, job in todo.items()
+                    if key not in running
+                    and (job.parent is None or has_weights(weights_of(job.parent), work))
+                ]
+                # the longest first, so that no core waits at the end
+                for job in sorted(possible, key=cost, reverse=True)[: workers - len(running)]:
+                    with starting():
+                        running[job.key] = (job, pool.submit(do, describe(job, plan, work, threads)))
+                if not running:
+                    break
+                display.show(plan, [job for job, _ in running.values()], list(todo.values()), work)
+                wait([future for _, future in running.values()], 1, FIRST_COMPLETED)
+        finally:
+            for worker in active_children():
+                worker.terminate()  # which saves, in a training
+            pool.shutdown(cancel_futures=True)
+    lost = [key for key, count in failed.items() if count >= TRIES]
+    if lost:
+        logs = ", ".join(str(work / key / "log.txt") for key in lost)
+        raise RunFailed(f"{len(lost)} of {len(plan.jobs)} runs failed; the reasons are at the end of {logs}")
+    return plan
+
+
+def new_pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent)
+
+
+def do(description: str) -> None:
+    """A job, in a worker; what it prints, and why it fails, goes to log.txt in its folder."""
+    from model.findings.work import main  # torch, which the process that waits need not load
+
+    what = json.loads(description)
+    file = Path(what["work"]) / what["key"] / "log.txt"
+    with open(file, "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+        try:
+            main(what)
+        except BaseException as error:
+            traceback.print_exc()
+            raise RunFailed(str(error)) from None
+
+
+def describe(job: Job, plan: Plan, work: Path, threads: int) -> str:
+    """What a worker has to know. Makes the folder of the job."""
+    (work / job.key).mkdir(parents=True, exist_ok=True)
+    return json.dumps(
+        {
+            "key": job.key,
+            "name": job.name,
+            "config": job.config.model_dump(mode="json"),
+            "weights": str(work / weights_of(job).key),
+            "parent": str(work / weights_of(job.parent).key) if job.parent else None,
+            "trains": job.trains,
+            "measures": [what.model_dump() for what in job.measures],
+            "scale": plan.scale.model_dump(),
+            "results": str(plan.results.folder),
+            "work": str(work),
+            "threads": threads,
+        }
+    )
+
+
+class Display:
+    """Runs done, what is running, and the time left: a live line on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.fields[done]}"),
+            BarColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", done="", text="")
+        self._began, self._spoke, self._first = time.monotonic(), 0.0, -1.0
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, plan: Plan, running: list[Job], todo: list[Job], work: Path) -> None:
+        total = sum(cost(job) for job in plan.jobs.values())
+        left = sum(cost(job) * (1 - progress_of(job, work)) for job in todo)
+        if self._first < 0:
+            self._first = left
+        seconds = time.monotonic() - self._began
+        worked = self._first - left
+        eta = f"{seconds * left / worked / 60:.0f} min left" if worked > 0 and seconds > 10 else "estimating"
+        waiting = f", {plan.waiting} wait for tuning" if plan.waiting else ""
+        done = f"{len(plan.jobs) - len(todo)} of {len(plan.jobs)} runs{waiting}"
+        text = f"{eta}; running {'; '.join(job.name for job in running)}"
+        self._bar.update(self._task, total=total, completed=total - left, done=done, text=text)
+        if not self._console.is_terminal and time.monotonic() - self._spoke > SECONDS_BETWEEN_LINES:
+            print(f"{done} done, {text}", flush=True)
+            self._spoke = time.monotonic()
+
+
+def progress_of(job: Job, work: Path) -> float:
+    """The part of a training that is done, from the last line of its metrics."""
+    with suppress(OSError, ValueError, IndexError, KeyError):
+        last = (work / job.key / "metrics.jsonl").read_text().splitlines()[-1]
+        return float(json.loads(last)["step"]) / job.config.train.steps * (1 - MEASURING)
+    return 0.0

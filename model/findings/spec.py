@@ -1,0 +1,148 @@
+"""What a finding consists of: the schema of conf/finding/*.yaml and conf/scale/*.yaml."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from model.config import CONF, Strict, nearest, validate
+
+
+class Scale(Strict):
+    """How large runs are. Findings give lengths as multiples of `length`, and budgets as parts of `tokens`."""
+
+    title: str
+    length: PositiveInt  # L, the trained length in tokens
+    tokens: PositiveInt  # of a full training
+    batch_tokens: PositiveInt  # of a step
+    val_tokens: PositiveInt | None  # scored by each measure of loss; null: the whole split
+    seeds: list[int]
+    judged: bool  # false where runs are too small for a verdict
+    overrides: list[str]  # of every run
+    note: str = ""  # shown on each page, such as an estimate of cost
+
+
+class Measure(Strict):
+    """What is measured on a finished run. Results have the names that `measure.py` gives them."""
+
+    kind: Literal["loss", "retrieval"]
+    lengths: list[PositiveFloat] = Field([1.0])  # multiples of the scale's L
+    protocol: Literal["non_overlapping", "sliding", "last"] = "non_overlapping"
+
+    def names(self) -> set[str]:
+        """The names of what it gives."""
+        if self.kind == "retrieval":
+            return {
+                f"{name}@{multiple:g}L" for name in ("retrieves_to", "found") for multiple in self.lengths
+            }
+        behind = "" if self.protocol == "non_overlapping" else f"/{self.protocol}"
+        named = {f"{name}@{m:g}L{behind}" for name in ("loss", "ppl", "bits") for m in self.lengths}
+        return named | {f"beyond@{m:g}L{behind}" for m in self.lengths if m > 1}
+
+
+class RunSpec(Strict):
+    """A training, or with `tokens: 0` and `start` another way to read the weights of one, such as a scaling.
+
+    `start` names the run whose weights it starts from. `tune` holds overrides to choose from by validation loss on
+    the scale's first seed; another run can use what was chosen by naming this one in `tuned_as`.
+    """
+
+    overrides: list[str] = Field([])
+    length: PositiveFloat = 1.0
+    tokens: NonNegativeFloat = 1.0
+    start: str | None = None
+    tune: dict[str, list[float]] = Field({})
+    tuned_as: str | None = None
+    validations: PositiveInt = 1  # over a training, evenly spaced
+    measures: list[Measure] = Field([])
+
+    def names(self) -> set[str]:
+        """The names of its results."""
+        return {"val_loss", "tokens", "tokens_per_s"}.union(*(measure.names() for measure in self.measures))
+
+
+class Claim(Strict):
+    """A sentence of a paper, and the number that decides about it. Thresholds are set before any run.
+
+    The statistic is computed for each seed, so runs are paired where they share one. `below` and `above` bound its
+    95 % interval; with both, it must lie between.
+    """
+
+    id: str
+    sentence: str
+    source: str
+    statistic: dict[str, Any]
+    below: float = math.inf
+    above: float = -math.inf
+    why: str  # the threshold
+    needs_scale: bool = False
+
+    model_config = Strict.model_config | {"allow_inf_nan": True}
+
+    def operands(self) -> list[str]:
+        """The results that the statistic is made of, as `run.result`."""
+        return _operands(self.statistic)
+
+
+class Figure(Strict):
+    """`x` is the length that was evaluated, the tokens of training, or the layer of a probe."""
+
+    title: str
+    x: Literal["length", "tokens", "layer"]
+    runs: list[str]
+    protocol: str = "non_overlapping"
+
+
+class Finding(Strict):
+    name: str
+    title: str
+    paper: str
+    differs: str  # from the paper
+    runs: dict[str, RunSpec]
+    claims: list[Claim]
+    figures: list[Figure] = Field([])
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Finding:
+        for name, run in self.runs.items():
+            for other in (run.start, run.tuned_as):
+                if other and other not in self.runs:
+                    raise ValueError(f"runs.{name}: there is no run {other}{nearest(other, self.runs)}")
+            if not run.tokens and not run.start:
+                raise ValueError(f"runs.{name}: tokens: 0 needs start, the run whose weights are measured")
+        for claim in self.claims:
+            for operand in claim.operands():
+                owner, _, result = operand.partition(".")
+                if owner not in self.runs:
+                    raise ValueError(f"claim {claim.id}: there is no run {owner}{nearest(owner, self.runs)}")
+                known = self.runs[owner].names()
+                if result not in known:
+                    raise ValueError(f"claim {claim.id}: {owner} gives no {result}{nearest(result, known)}")
+        for figure in self.figures:
+            for other in figure.runs:
+                if other not in self.runs:
+                    raise ValueError(f"figures: there is no run {other}{nearest(other, self.runs)}")
+        if len({claim.id for claim in self.claims}) < len(self.claims):
+            raise ValueError("claims: two have the same id")
+        return self
+
+
+def _operands(statistic: Any) -> list[str]:
+    if isinstance(statistic, str):
+        return [statistic]
+    if not isinstance(statistic, dict):
+        return []
+    parts = [part for part in statistic.values() for part in (part if isinstance(part, list) else [part])]
+    return [name for part in parts for name in _operands(part)]
+
+
+FINDINGS = sorted(path.stem for path in (CONF / "finding").glob("*.yaml") if path.stem != "all")
+
+
+def read_finding(name: str) -> Finding:
+    """conf/finding/<name>.yaml. Raises UserError for what is wrong with it."""
+    values = yaml.safe_load((CONF / "finding" / f"{name}.yaml").read_text())
+    return validate(Finding, {"name": name, **values})

@@ -1,0 +1,81 @@
+"""Re-run published findings about position and judge their claims: `python scripts/reproduce.py finding=alibi`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import PositiveInt
+
+from model import launch
+from model.config import Strict, UserError, validate
+from model.findings.spec import FINDINGS, Finding, Scale, read_finding
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # for workers, which import train.py
+
+
+class ReproduceConfig(Strict):
+    finding: dict[str, Any]
+    scale: Scale
+    workers: PositiveInt | None
+    out: str
+    work: str
+
+
+def main(values: dict[str, Any]) -> None:
+    """Run what is missing, judge the claims, write the pages."""
+    config = validate(ReproduceConfig, values)
+    chosen, scale_name, scale = launch.choice("finding"), launch.choice("scale"), config.scale
+    changed = [key for key in launch.overridden() if key.startswith(("scale.", "finding."))]
+    if changed and "out" not in launch.overridden():
+        raise UserError(
+            f"{changed[0]}: other numbers than {scale_name}'s need a folder of their own; give out=<folder>"
+        )
+    if chosen == "all":
+        findings = [read_finding(name) for name in FINDINGS]
+    else:
+        findings = [validate(Finding, {"name": chosen, **config.finding}, prefix="finding.")]
+    # torch, once the configuration is known to be right
+    from data.prepare import prepare
+    from model.findings.jobs import Plan, Results
+    from model.findings.page import publish, update_readme
+    from model.findings.pool import run_all
+
+    folder, work = Path(config.out).expanduser() / scale_name, Path(config.work).expanduser() / scale_name
+    results = Results(folder / "runs", scale)
+    plan = Plan(findings, scale, results)
+    for run in {
+        (job.config.data.source, job.config.tokenizer.name): job.config for job in plan.jobs.values()
+    }.values():
+        prepare(run.data, run.tokenizer.name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(config.workers or cores, cores)
+    print(f"{len(plan.jobs)} runs or more, {workers} at a time; results go to {folder}")
+    plan = run_all(lambda: Plan(findings, scale, results), work, workers, cores // workers)
+    for finding in findings:
+        command = f"python scripts/reproduce.py finding={finding.name} scale={scale_name}"
+        claims = publish(finding, plan, folder, command)
+        rows = [
+            {
+                "claim": c["id"],
+                "asked": c["threshold"],
+                "mean": c["mean"],
+                "interval": shown(c["interval"]),
+                "verdict": c["verdict"],
+            }
+            for c in claims
+        ]
+        launch.print_table(rows, title=f"{finding.title}: {folder / finding.name}.md")
+    if folder.resolve().is_relative_to(ROOT / "results"):
+        update_readme(ROOT / "README.md", ROOT / "results")
+
+
+def shown(interval: tuple[float, float] | None) -> str:
+    return f"[{interval[0]:.4f}, {interval[1]:.4f}]" if interval else "-"
+
+
+if __name__ == "__main__":
+    launch.main("reproduce", main)
