@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup train test test-slow check
+.PHONY: setup train test test-slow check reproduce
 
 setup: .venv/installed
 
@@ -14,6 +14,9 @@ setup: .venv/installed
 
 train: setup
 	$(BIN)/python train.py
+
+reproduce: setup
+	$(BIN)/python scripts/reproduce.py finding=all scale=cpu
 
 test: setup check
 	$(BIN)/python -m pytest

@@ -54,7 +54,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ON_TEXT = [*[o for o in TINY if o != "data=bin"], "data=text", "data.path=a,b=c.txt"]
 SCRIPTS = [
     "train.py",
-    *(f"scripts/{name}.py" for name in ("prepare", "sample", "evaluate", "plot", "benchmark")),
+    *(f"scripts/{name}.py" for name in ("prepare", "sample", "evaluate", "reproduce", "plot", "benchmark")),
 ]
 
 

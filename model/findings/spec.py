@@ -10,6 +10,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from model.config import CONF, Strict, nearest, validate
 
+OPERATIONS = {"ratio", "difference", "max", "min", "mean", "undefined"}
+
 
 class Scale(Strict):
     """How large runs are. Findings give lengths as multiples of `length`, and budgets as parts of `tokens`."""
@@ -135,6 +137,8 @@ def _operands(statistic: Any) -> list[str]:
         return [statistic]
     if not isinstance(statistic, dict):
         return []
+    if not set(statistic) <= OPERATIONS or len(statistic) != 1:
+        raise ValueError(f"statistic {statistic}: expected one of {', '.join(sorted(OPERATIONS))}")
     parts = [part for part in statistic.values() for part in (part if isinstance(part, list) else [part])]
     return [name for part in parts for name in _operands(part)]
 

@@ -1,0 +1,168 @@
+"""What is run, and that nothing is run twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model.config import RunFailed, validate
+from model.findings import code_version as versions
+from model.findings.jobs import Job, Plan, Results, measure_id
+from model.findings.pool import required, run_all, weights_of
+from model.findings.spec import Finding, Scale
+
+LOSS = {"kind": "loss", "lengths": [1, 2]}
+TINY: dict[str, Any] = {
+    "title": "t",
+    "length": 32,
+    "tokens": 1024,
+    "batch_tokens": 128,
+    "val_tokens": 500,
+    "seeds": [0, 1],
+    "judged": False,
+    "overrides": ["tokenizer=bytes", "model.n_layer=1", "model.n_head=2", "model.n_embd=32",
+                  "train.precision=fp32", "train.eval_tokens=500"],
+}  # fmt: skip
+
+
+def finding(name: str, **runs: dict[str, Any]) -> Finding:
+    values = {"name": name, "title": name, "paper": "p", "differs": "d", "runs": runs, "claims": []}
+    return validate(Finding, values)
+
+
+def plan(tmp_path: Path, *findings: Finding, **changes: Any) -> Plan:
+    scale = validate(Scale, TINY | changes)
+    return Plan(findings, scale, Results(tmp_path / "runs", scale))
+
+
+def test_findings_share_runs_and_a_run_gets_the_measures_of_all(tmp_path: Path) -> None:
+    a = finding(
+        "a", rope={"overrides": ["position=rope"], "measures": [LOSS]}, none={"overrides": ["position=none"]}
+    )
+    far = {"kind": "loss", "lengths": [4]}
+    b = finding("b", other={"overrides": ["position=rope"], "measures": [far, LOSS]})
+    made = plan(tmp_path, a, b)
+    assert len(made.jobs) == 4  # rope and none, two seeds
+    shared = made.place["a", "rope", 1]
+    assert shared is made.place["b", "other", 1] and [m.lengths for m in shared.measures] == [[1, 2], [4]]
+    assert shared.config.seed == 1 and shared.config.train.steps == 8 and shared.config.train.batch_size == 4
+
+
+def key(tmp_path: Path, overrides: list[str], **changes: Any) -> str:
+    return next(iter(plan(tmp_path, finding("a", x={"overrides": overrides}), seeds=[0], **changes).jobs))
+
+
+def test_a_key_stands_for_all_that_decides_about_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = key(tmp_path, ["position=rope"])
+    assert same == key(tmp_path, ["position=rope", "logger.project=other"])
+    others = [key(tmp_path, ["position=rope", "position.base=500"]), key(tmp_path, ["position=none"]),
+              key(tmp_path, ["position=rope"], tokens=2048)]  # fmt: skip
+    assert len({same, *others}) == 4
+    monkeypatch.setattr("model.findings.jobs.code_version", lambda *modules: "other")
+    assert key(tmp_path, ["position=rope"]) != same
+
+
+def test_code_version_is_about_what_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "ROOT", tmp_path)
+
+    def version(code: str) -> str:
+        (tmp_path / "m.py").write_text(code)
+        versions.code_version.cache_clear()
+        return versions.code_version("m")
+
+    first = version('"""Doc."""\ndef f(x):\n    """Doc."""\n    return x + 1\n')
+    assert first == version('def f(x):  # why\n    """Other."""\n    return (x + 1)\n')
+    assert first != version("def f(x):\n    return x + 2\n")
+    versions.code_version.cache_clear()
+
+
+def test_tuning_decides_about_all_seeds(tmp_path: Path) -> None:
+    tuned = finding(
+        "a",
+        rope={"overrides": ["position=rope"], "tune": {"optim.muon_lr": [0.01, 0.02, 0.03]}},
+        half={"overrides": ["position=rope"], "length": 0.5, "tuned_as": "rope"},
+        child={"start": "rope", "tokens": 0.5},
+    )
+    before = plan(tmp_path, tuned)
+    assert before.waiting == 6 and len(before.jobs) == 3
+    for (options, job), loss in zip(before.tuning["a", "rope"], (2.0, 1.5, 1.9), strict=True):
+        assert options == [f"optim.muon_lr={job.config.optim.muon_lr}"]
+        before.results.add(job, val_loss=loss)
+    after = plan(tmp_path, tuned)
+    assert after.waiting == 0
+    assert {job.config.optim.muon_lr for job in after.place.values()} == {0.02}
+    assert after.place["a", "rope", 0].key in before.jobs  # the one that won is not run again
+    assert len(after.jobs) == 3 + 1 + 2 + 2
+    assert after.place["a", "half", 1].config.model.context_length == 16
+
+
+def test_readings_train_nothing_and_need_their_parents_weights(tmp_path: Path) -> None:
+    scaled = ["position/scaling=linear", "position.scaling.factor=4"]
+    made = plan(
+        tmp_path,
+        finding(
+            "a",
+            rope={"overrides": ["position=rope"]},
+            read={"start": "rope", "tokens": 0, "overrides": scaled, "measures": [LOSS]},
+            tuned={"start": "read", "tokens": 0.5, "length": 4},
+        ),
+        seeds=[0],
+    )
+    rope, read, tuned = (made.place["a", name, 0] for name in ("rope", "read", "tuned"))
+    assert not read.trains and weights_of(read) is rope and read.config.model.context_length == 32
+    assert tuned.config.model.context_length == 128 and tuned.config.model.original_length == 32
+    assert tuned.config.position["scaling"]["factor"] == 4 and tuned.config.seed == 0
+    made.results.add(rope, trained=True)
+    # judged already, but the weights are on another machine
+    assert rope.key in required(made, tmp_path / "work")
+    for job in (read, tuned):
+        made.results.add(job, trained=True, measures={measure_id(m, made.scale): {} for m in job.measures})
+    assert required(made, tmp_path / "work") == {}
+
+
+def run_tiny(tmp_path: Path, found: Finding, **changes: Any) -> Plan:
+    return run_all(lambda: plan(tmp_path, found, **changes), tmp_path / "work", 2, 1)
+
+
+def test_a_failed_run_is_told_with_its_reason_and_the_rest_is_finished(tmp_path: Path) -> None:
+    bad = {"overrides": ["position=none", "data=text", "data.path=/nowhere"]}
+    both = finding("a", bad=bad, good={"overrides": ["position=none"], "measures": [LOSS]})
+    with pytest.raises(RunFailed, match="1 of 2 runs failed; the reasons are at the end of .*log.txt"):
+        run_tiny(tmp_path, both, seeds=[0])
+    made = plan(tmp_path, both, seeds=[0])
+    good, failed = made.place["a", "good", 0], made.place["a", "bad", 0]
+    assert made.results.is_done(good) and not made.results.is_done(failed)
+    assert "/nowhere: no text file there" in (tmp_path / "work" / failed.key / "log.txt").read_text()
+    result = made.results.read(good)
+    (values,) = result["measures"].values()
+    assert set(values) == {"loss@1L", "ppl@1L", "bits@1L", "loss@2L", "ppl@2L", "bits@2L", "beyond@2L"}
+    assert values["loss@1L"] == pytest.approx(result["val_loss"], abs=0.3) and result["tokens"] == 1024
+
+
+def test_a_result_does_not_depend_on_what_the_worker_did_before(tmp_path: Path) -> None:
+    """One worker does dropout with another seed first; then a fresh one has only the second job."""
+    found = finding("a", none={"overrides": ["position=none", "model.dropout=0.1"]})
+    after = run_all(lambda: plan(tmp_path / "after", found), tmp_path / "work", 1, 1)
+    alone = run_tiny(tmp_path / "alone", found, seeds=[1])
+    job = after.place["a", "none", 1]
+    assert alone.results.read(job)["curve"] == after.results.read(job)["curve"] != []
+
+
+def names(jobs: dict[str, Job]) -> set[str]:
+    return {job.name for job in jobs.values()}
+
+
+def test_what_was_measured_by_other_code_or_on_other_tokens_is_measured_again(tmp_path: Path) -> None:
+    found = finding("a", none={"overrides": ["position=none"], "measures": [LOSS]})
+    run_tiny(tmp_path, found, seeds=[0])
+    assert required(plan(tmp_path, found, seeds=[0]), tmp_path / "work") == {}
+    again = plan(tmp_path, found, seeds=[0], val_tokens=400)
+    assert names(required(again, tmp_path / "work")) == {"none, seed 0"}
+    first = again.results.read(next(iter(again.jobs.values())))
+    run_tiny(tmp_path, found, seeds=[0], val_tokens=400)
+    second = again.results.read(next(iter(again.jobs.values())))
+    assert len(second["measures"]) == 2 and second["curve"] == first["curve"]
