@@ -237,6 +237,7 @@ def test_attention_statistics_equal_the_weights_spelt_out(name: str, monkeypatch
 
     def watching(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         scores = q.double() @ k.double().transpose(-1, -2) / math.sqrt(v.shape[-1])
+        scores += 0 if options["bias_HTS"] is None else options["bias_HTS"]
         p = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
         i, j = torch.arange(T)[:, None], torch.arange(T)
         seen.append({"entropy": -torch.xlogy(p, p).sum(-1), "distance": (p * (i - j)).sum(-1)})

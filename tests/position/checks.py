@@ -43,7 +43,18 @@ def oracle_scores(name: str, q_HTD: Tensor, k_HTD: Tensor, **options: Any) -> Te
         slopes = [2 ** (-8 * h / power) for h in range(1, power + 1)]
         slopes += [2 ** (-8 * h / (2 * power)) for h in range(1, 2 * power + 1, 2)][: H - power]
         scores = scores - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance
+    if name == "t5":
+        scores = scores + options["table"].double().T[:, t5_buckets(T, **options)[distance.clamp(min=0)]]
     return scores
+
+
+def t5_buckets(T: int, num_buckets: int = 32, max_distance: int = 128, **_: Any) -> Tensor:
+    """Buckets (T,) of the distances 0 .. T - 1: each its own up to E, then E + floor(E log(d / E) / log(M / E))."""
+    E, distance = num_buckets // 2, torch.arange(T)
+    beyond = (distance.clamp(min=1).double() / E).log() / math.log(max_distance / E) * E
+    # 1e-9: a logarithm that is an integer may come out just below it
+    logarithmic = (E + (beyond + 1e-9).floor().long()).clamp(max=num_buckets - 1)
+    return torch.where(distance < E, distance, logarithmic)
 
 
 def check_decode_equals_forward(model: GPT, length: int = CONTEXT, tolerance: float = 1e-10) -> None:
@@ -105,6 +116,8 @@ def attention_output(model: GPT, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def check_matches_oracle(model: GPT, name: str, **options: Any) -> None:
     """Attention equals softmax of the paper's scores in float64, times the untouched values."""
     H, D = model.config.n_head, model.config.n_embd // model.config.n_head
+    if name == "t5":
+        options["table"] = model.position.table.weight.detach()
     for T in (1, 7, CONTEXT, 300):
         q, k, v = torch.randn(3, 1, H, T, D)
         scores = oracle_scores(name, q[0], k[0], **options)
@@ -123,8 +136,10 @@ def check_shift_invariant(model: GPT) -> None:
     position = model.position.for_layer(0)
     outputs = []
     for offset in (0, 5, 40):
-        encoded = position.encode_qk(q, k, position.prepare(span(T, offset)))
-        outputs.append(reference_attend(*encoded, v))
+        state = position.prepare(span(T, offset))
+        bias = position.score_bias(state)
+        near = None if bias is None else bias[..., offset:]
+        outputs.append(reference_attend(*position.encode_qk(q, k, state), v, bias_HTS=near))
     for other in outputs[1:]:
         torch.testing.assert_close(other, outputs[0], atol=2e-4, rtol=2e-4)
 

@@ -58,7 +58,7 @@ def test_values_rotated(monkeypatch: Patch) -> None:
         checks.check_matches_oracle(gpt, "rope")
 
 
-@pytest.mark.parametrize("name", ["rope", "alibi", "learned", "sinusoidal", "rope_nope"])
+@pytest.mark.parametrize("name", ["rope", "alibi", "t5", "learned", "sinusoidal", "rope_nope"])
 def test_cache_offset_forgotten(monkeypatch: Patch, name: str) -> None:
     monkeypatch.setattr(model.gpt, "Span", lambda q, k, horizon: Span(torch.arange(len(q)), k, horizon))
     with pytest.raises(AssertionError):

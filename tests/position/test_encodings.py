@@ -30,6 +30,8 @@ ROPE, NONE = POSITIONS["rope"], POSITIONS["none"]
     ("rope", {"layout": "interleaved"}),
     ("rope", {"base": 500.0}),
     ("alibi", {}),
+    ("t5", {}),
+    ("t5", {"num_buckets": 8, "max_distance": 64}),
 ])  # fmt: skip
 @pytest.mark.parametrize("n_head", [4, 6, 12])
 def test_attention_equals_float64_oracle(name: str, options: dict[str, object], n_head: int) -> None:
@@ -37,7 +39,7 @@ def test_attention_equals_float64_oracle(name: str, options: dict[str, object], 
     checks.check_matches_oracle(model, name, **options)
 
 
-@pytest.mark.parametrize("name", ["none", "rope", "alibi"])
+@pytest.mark.parametrize("name", ["none", "rope", "alibi", "t5"])
 def test_relative_encodings_are_shift_invariant(name: str) -> None:
     checks.check_shift_invariant(tiny_gpt(POSITIONS[name]))
 
