@@ -24,21 +24,20 @@ TRAINING = (
     "data.tasks",
     "data.recall",
 )
-EVALUATION = (
-    "model.findings.measure",
-    "model.evaluation.perplexity",
-    "model.evaluation.windows",
-    "model.evaluation.lengths",
-    "model.evaluation.retrieval",
-)
 
 
 @lru_cache
-def code_version(*modules: str) -> str:
-    """Twelve hex digits over the syntax trees of `modules`. Comments, docstrings and layout do not count."""
+def code_version(*names: str) -> str:
+    """Twelve hex digits over the syntax trees of modules, or of functions named as `module:function`.
+
+    Comments, docstrings and layout do not count.
+    """
     digest = hashlib.sha256()
-    for name in sorted(modules):
-        tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
+    for name in sorted(names):
+        module, _, function = name.partition(":")
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        if function:
+            tree.body = [part for part in tree.body if getattr(part, "name", None) == function]
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
                 node.body = node.body[1:] or [ast.Pass()]

@@ -5,37 +5,34 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from model.findings.jobs import Plan, measure_id
 from model.findings.judge import interval
 from model.findings.spec import Figure, Finding
 
 LABELS = {
-    "length": "length of evaluation, in multiples of L",
-    "tokens": "tokens of training (millions)",
+    "length": ("length of evaluation, in multiples of L", "loss (nats a token)"),
+    "tokens": ("tokens of training (millions)", "loss (nats a token)"),
+    "layer": ("layer (0: embeddings)", "distance of the best guess, over L"),
 }
 
 
-def points(finding: Finding, figure: Figure, plan: Plan, run: str, seed: int) -> dict[float, float]:
-    """y by x of one run and seed."""
-    job = plan.place[finding.name, run, seed]
+def points(finding: Finding, figure: Figure, plan: Plan, line: str, seed: int) -> dict[float, float]:
+    """y by x of one line, which is a run or `untrained <run>`, and one seed."""
+    job = plan.place[finding.name, line.removeprefix("untrained "), seed]
     known = plan.results.read(job)
     if figure.x == "tokens":
         return {tokens / 1e6: loss for tokens, loss in known["curve"]}
-    found: dict[float, float] = {}
+    values: dict[str, float | None] = {}
     for what in job.measures:
-        if what.kind == "loss" and what.protocol == figure.protocol:
-            values: dict[str, Any] = known["measures"][measure_id(what, plan.scale)]
-            for multiple in what.lengths:
-                loss = values[
-                    "loss@"
-                    + f"{multiple:g}L"
-                    + ("" if figure.protocol == "non_overlapping" else f"/{figure.protocol}")
-                ]
-                if loss is not None:
-                    found[multiple] = loss
-    return found
+        values |= known["measures"][measure_id(what, plan.scale)]
+    if figure.x == "layer":
+        pattern = r"untrained@(\d+)" if line.startswith("untrained ") else r"probe@(\d+)"
+    else:
+        behind = "" if figure.protocol == "non_overlapping" else f"/{figure.protocol}"
+        pattern = rf"loss@([\d.]+)L{behind}"
+    found = {float(m[1]): y for name, y in values.items() if (m := re.fullmatch(pattern, name))}
+    return {x: y for x, y in found.items() if y is not None}
 
 
 def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
@@ -47,7 +44,8 @@ def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
     import matplotlib.pyplot as plt
 
     canvas, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for run in figure.runs:
+    untrained = [f"untrained {run}" for run in figure.runs] if figure.x == "layer" else []
+    for run in figure.runs + untrained:
         by_seed = [points(finding, figure, plan, run, seed) for seed in plan.scale.seeds]
         xs = sorted(set.intersection(*(set(found) for found in by_seed)))
         columns = [[found[x] for found in by_seed] for x in xs]
@@ -57,7 +55,7 @@ def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
         axes.fill_between(
             xs, [low for low, _ in bounds], [high for _, high in bounds], alpha=0.2, color=line.get_color()
         )
-    axes.set(xlabel=LABELS[figure.x], ylabel="loss (nats a token)", title=figure.title)
+    axes.set(xlabel=LABELS[figure.x][0], ylabel=LABELS[figure.x][1], title=figure.title)
     if figure.x == "length":
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

@@ -17,7 +17,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from model.config import CONF, validate
-from model.findings.code_version import EVALUATION, TRAINING, code_version
+from model.findings.code_version import TRAINING, code_version
+from model.findings.measure import version
 from model.findings.spec import Finding, Measure, RunSpec, Scale
 from model.training.config import RunConfig
 from model.training.run_dir import extend, write_json
@@ -76,8 +77,10 @@ class Results:
 def measure_id(measure: Measure, scale: Scale) -> str:
     """What tells the values of two measures apart, the code that made them included."""
     lengths = ",".join(f"{round(scale.length * multiple)}" for multiple in measure.lengths)
-    version = code_version(*EVALUATION)
-    return f"{measure.kind} {measure.protocol} at {lengths}, {scale.val_tokens} tokens, code {version}"
+    budget = {"loss": f"{scale.val_tokens} tokens", "probe": f"{scale.probe_steps} steps"}.get(
+        measure.kind, ""
+    )
+    return f"{measure.kind} {measure.protocol} at {lengths}, {budget}, code {version(measure.kind)}"
 
 
 class Plan:
@@ -146,6 +149,7 @@ def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen:
     steps = max(round(scale.tokens * run.tokens / (batch_size * length)), 1)
     overrides = [
         *([] if parent else scale.overrides),
+        *(scale.sizes[run.size] if run.size else []),
         *run.overrides,
         f"model.context_length={length}",
         f"train.batch_size={batch_size}",

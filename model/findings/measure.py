@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from data import tokenizer
 from data.loader import TokenStream
+from model.evaluation import bigram, probe, retrieval, shuffle
 from model.evaluation import lengths as loss_at
-from model.evaluation import retrieval
 from model.evaluation.kept import Kept
+from model.findings.code_version import code_version
 from model.findings.spec import Measure, Scale
 from model.load import Run
 from model.training.device import autocast
 
+PROBE_WINDOWS, PROBE_TEST_WINDOWS, SHUFFLE_WINDOWS = 2400, 64, 256
 BATCH_TOKENS, PRECISION = 16384, "fp32"
 Values = dict[str, float | None]  # None: not defined
 
@@ -21,12 +24,14 @@ def measure(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
 
     loss: `loss@2L` and `ppl@2L`, with `/sliding` or `/last` behind for those protocols, `beyond@2L` for the
     tokens whose place in the window is L or more, and `bits@2L` per byte. retrieval: `retrieves_to@4L`, as a
-    multiple of L, and `found@4L`, the fraction of keys found within it.
+    multiple of L, and `found@4L`, the fraction of keys found within it. probe: mean absolute distance over L of
+    the best guess of a position, `probe@3` by layer, and `untrained@3` for the same model before training. shuffle:
+    `rise@keep_1`, what it costs in nats to permute the prefix but for its last token. bigram: `bigram_loss`.
     """
-    return {"loss": _losses, "retrieval": _retrieval}[what.kind](run, stream, what, scale, folder)
+    return KINDS[what.kind](run, stream, what, scale, folder)
 
 
-def _losses(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+def losses(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
     tokens = {round(scale.length * multiple): multiple for multiple in what.lengths}
     plan = loss_at.Plan(
         sorted(tokens), [what.protocol], scale.length // 4, scale.val_tokens, {"L": scale.length}
@@ -49,7 +54,7 @@ def _losses(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
     return values
 
 
-def _retrieval(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+def retrieved(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
     values: Values = {}
     device = next(run.model.parameters()).device
     for multiple in what.lengths:
@@ -68,3 +73,46 @@ def _retrieval(run: Run, stream: TokenStream, what: Measure, scale: Scale, folde
         values[f"retrieves_to@{multiple:g}L"] = retrieval.effective_length(rows) / scale.length
         values[f"found@{multiple:g}L"] = sum(found) / len(found) if found else None
     return values
+
+
+def probed(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    train = TokenStream(stream.folder, "train")
+    windows = probe.train_and_test_windows(
+        train, stream, min(PROBE_WINDOWS, len(train) // scale.length), PROBE_TEST_WINDOWS, scale.length
+    )
+    values: Values = {}
+    for name, model in (("probe", run.model), ("untrained", probe.untrained(run.config))):
+        rows = probe.probe_positions(model, *windows, steps=scale.probe_steps, batch_size=8, lr=1e-2, seed=0)
+        found = [row["mad_over_length"] for row in rows]
+        values |= {f"{name}@{layer}": value for layer, value in enumerate(found)}
+        values |= {f"{name}_embeddings": found[0], f"{name}_best": min(found[1:]), f"{name}_last": found[-1]}
+    return values
+
+
+def shuffled(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    windows = probe.cut_windows(
+        stream, min(SHUFFLE_WINDOWS, len(stream) // (scale.length + 1)), scale.length + 1
+    )
+    rows = shuffle.shuffle_losses(run.model, windows, seed=0, batch_size=16)
+    return {f"rise@{row['arm']}": row["rise"] for row in rows if row["arm"] != "none"}
+
+
+def context_free(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    vocab_size = tokenizer.vocab_size(run.config.tokenizer.name)
+    return {"bigram_loss": bigram.bigram_loss(TokenStream(stream.folder, "train"), stream, vocab_size)}
+
+
+KINDS = {"loss": losses, "retrieval": retrieved, "probe": probed, "shuffle": shuffled, "bigram": context_free}
+
+
+def version(kind: str) -> str:
+    """A hash of the code behind a measure."""
+    modules = {
+        "loss": ("perplexity", "windows", "lengths"),
+        "retrieval": ("retrieval",),
+        "probe": ("probe",),
+        "shuffle": ("shuffle", "probe"),
+        "bigram": ("bigram",),
+    }
+    function = f"model.findings.measure:{KINDS[kind].__name__}"
+    return code_version(function, *(f"model.evaluation.{name}" for name in modules[kind]))

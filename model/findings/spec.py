@@ -13,6 +13,13 @@ from model.config import CONF, Strict, nearest, validate
 OPERATIONS = {"ratio", "difference", "max", "min", "mean", "undefined"}
 
 
+FIXED_NAMES = {
+    "probe": {"probe_embeddings", "probe_best", "probe_last", "untrained_best"},
+    "shuffle": {"rise@all", "rise@keep_1", "rise@keep_8"},
+    "bigram": {"bigram_loss"},
+}
+
+
 class Scale(Strict):
     """How large runs are. Findings give lengths as multiples of `length`, and budgets as parts of `tokens`."""
 
@@ -21,21 +28,25 @@ class Scale(Strict):
     tokens: PositiveInt  # of a full training
     batch_tokens: PositiveInt  # of a step
     val_tokens: PositiveInt | None  # scored by each measure of loss; null: the whole split
+    probe_steps: PositiveInt  # of the classifiers that look for positions in hidden states
     seeds: list[int]
     judged: bool  # false where runs are too small for a verdict
     overrides: list[str]  # of every run
+    sizes: dict[str, list[str]]  # overrides of smaller models
     note: str = ""  # shown on each page, such as an estimate of cost
 
 
 class Measure(Strict):
     """What is measured on a finished run. Results have the names that `measure.py` gives them."""
 
-    kind: Literal["loss", "retrieval"]
+    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram"]
     lengths: list[PositiveFloat] = Field([1.0])  # multiples of the scale's L
     protocol: Literal["non_overlapping", "sliding", "last"] = "non_overlapping"
 
     def names(self) -> set[str]:
         """The names of what it gives."""
+        if self.kind in FIXED_NAMES:
+            return FIXED_NAMES[self.kind]
         if self.kind == "retrieval":
             return {
                 f"{name}@{multiple:g}L" for name in ("retrieves_to", "found") for multiple in self.lengths
@@ -55,6 +66,7 @@ class RunSpec(Strict):
     overrides: list[str] = Field([])
     length: PositiveFloat = 1.0
     tokens: NonNegativeFloat = 1.0
+    size: str | None = None  # one of the scale's sizes
     start: str | None = None
     tune: dict[str, list[float]] = Field({})
     tuned_as: str | None = None
@@ -76,7 +88,7 @@ class Claim(Strict):
     id: str
     sentence: str
     source: str
-    statistic: dict[str, Any]
+    statistic: str | dict[str, Any]
     below: float = math.inf
     above: float = -math.inf
     why: str  # the threshold

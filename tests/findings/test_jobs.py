@@ -20,8 +20,10 @@ TINY: dict[str, Any] = {
     "tokens": 1024,
     "batch_tokens": 128,
     "val_tokens": 500,
+    "probe_steps": 2,
     "seeds": [0, 1],
     "judged": False,
+    "sizes": {},
     "overrides": ["tokenizer=bytes", "model.n_layer=1", "model.n_head=2", "model.n_embd=32",
                   "train.precision=fp32", "train.eval_tokens=500"],
 }  # fmt: skip
