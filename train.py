@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data.loader import TokenStream, TrainLoader
+from data.masking import IGNORED, VALIDATION_SEED, Masking, examples
 from data.prepare import prepare
 from data.tasks import lessons
 from data.tokenizer import vocab_size
@@ -84,9 +85,10 @@ def make_loader(config: RunConfig, stream: TokenStream) -> TrainLoader:
 def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenStream) -> dict[str, Any]:
     """Train in run directory `path`, from its newest checkpoint if it has one. Returns the final row."""
     # imported here, so that --help and a mistyped key are answered without loading torch
+    import numpy as np
     import torch
 
-    from model.evaluation.perplexity import evaluate, token_losses
+    from model.evaluation.perplexity import evaluate, target_losses
     from model.load import build_model, identity, load_parent
     from model.training import checkpoint, report
     from model.training.device import autocast, keep_freed_memory, pick_device
@@ -123,6 +125,10 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
 
     length, batch_size = config.model.context_length, config.train.batch_size
     micro_batch_size = config.train.micro_batch_size or batch_size
+    masking = val_masking = None
+    if config.objective == "mlm":
+        vocabulary = vocab_size(config.tokenizer.name)
+        masking, val_masking = Masking(vocabulary, config.seed), Masking(vocabulary, VALIDATION_SEED)
     step_tokens = batch_size * length
     step_flops = model.flops_per_token(length) * step_tokens
     report.started(path, model, device, precision)
@@ -136,12 +142,15 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
         with Interrupt() as interrupt, report.Progress(config.train.steps, step) as progress:
             while step < config.train.steps and not stopping:
                 began = time.perf_counter()
-                windows = torch.from_numpy(loader.batch(step)).to(device, non_blocking=True)
+                pairs = np.stack(examples(loader.batch(step), loader.samples(step), masking), axis=1)
+                batch = torch.from_numpy(pairs).to(device, non_blocking=True)
                 loss = 0.0
-                for micro_batch in windows.split(micro_batch_size):
+                for micro_batch in batch.split(micro_batch_size):
+                    inputs, targets = micro_batch.unbind(1)
                     with precision():
-                        # micro-batches are of one size, so the mean of their means is the mean over all tokens
-                        micro_loss = token_losses(model, micro_batch).mean() * len(micro_batch) / batch_size
+                        # micro-batches have as many targets each, so the mean of their means is that over all
+                        losses = target_losses(model, inputs, targets)[targets != IGNORED]
+                        micro_loss = losses.mean() * len(micro_batch) / batch_size
                     micro_loss.backward()
                     loss += float(micro_loss.detach())
                 grad_norm = clip_gradients(model, config.optim.grad_clip)
@@ -177,6 +186,7 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
                         val_stream,
                         length,
                         max_tokens=config.train.eval_tokens,
+                        masking=val_masking,
                         batch_tokens=micro_batch_size * length,
                         autocast=precision,
                         on_batch=progress.evaluating,
@@ -220,7 +230,7 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
         }
         wandb.conclude(val.metrics() | summary, {"sample": sample} if sample else {})
     run_dir.write_json(path / "evaluation" / "val.json", val.as_dict() | {"step": step} | summary)
-    report.finished(path, step, length, val, summary, sample)
+    report.finished(path, step, length, config.model.causal, val, summary, sample)
     return {
         "val loss": val.loss,
         "perplexity": val.perplexity,

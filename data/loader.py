@@ -175,9 +175,12 @@ class TrainLoader:
 
         Inputs are [:, :-1], targets [:, 1:].
         """
+        return np.stack([self.window(sample) for sample in self.samples(step).tolist()])
+
+    def samples(self, step: int) -> np.ndarray:
+        """The numbers of the windows of `batch(step)`, counted over the whole training, (batch_size / world,)."""
         rows = self.batch_size // self.world
-        first = step * self.batch_size + self.rank * rows
-        return np.stack([self.window(sample) for sample in range(first, first + rows)])
+        return step * self.batch_size + self.rank * rows + np.arange(rows)
 
     def window(self, sample: int) -> np.ndarray:
         """The `sample`-th window of the training, (context_length + 1,) int64."""

@@ -54,6 +54,7 @@ class Dims:
     head_dim: int
     context_length: int
     original_length: int  # the window of the pretraining, where context_length is an extended one
+    causal: bool  # whether keys after the query are hidden
 
 
 class GPTConfig(Strict):
@@ -87,7 +88,8 @@ class GPTConfig(Strict):
     @property
     def dims(self) -> Dims:
         original = self.original_length or self.context_length
-        return Dims(self.n_embd, self.n_head, self.n_embd // self.n_head, self.context_length, original)
+        head_dim = self.n_embd // self.n_head
+        return Dims(self.n_embd, self.n_head, head_dim, self.context_length, original, self.causal)
 
 
 def nearest(wrong: str, valid: Iterable[str]) -> str:

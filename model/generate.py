@@ -124,6 +124,10 @@ def generate(
 
 
 def _check_prompts(model: GPT, prompts: list[list[int]], sampling: Sampling) -> None:
+    if not model.config.causal:
+        raise UserError(
+            "a run of objective=mlm tells masked tokens and continues no text; sample one of objective=causal"
+        )
     for prompt in prompts:
         if not prompt:
             raise UserError(

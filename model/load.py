@@ -20,7 +20,8 @@ def build_model(config: RunConfig) -> GPT:
     """A freshly initialised model; the same one whenever `config.seed` is the same."""
     torch.manual_seed(config.seed)
     position = build(config.position, config.model.dims)
-    return GPT(config.model, tokenizer.vocab_size(config.tokenizer.name), position)
+    mask_token = 1 if config.objective == "mlm" else 0
+    return GPT(config.model, tokenizer.vocab_size(config.tokenizer.name) + mask_token, position)
 
 
 def check_buildable(config: RunConfig, starts: bool = True) -> None:

@@ -147,6 +147,7 @@ def test_final_screen_has_table_sample_and_next_commands(place: Path) -> None:
     ("seed=18446744073709551616", "seed=18446744073709551616: expected less than"),
     ("name=a/b", "name=a/b: "),
     ("+model.causal=false", "model.causal=false would see the tokens"),
+    ("objective=mml", "objective=mml: expected 'causal' or 'mlm'"),
     ("resume=", "resume=<run_dir> takes a run directory"),
     ("nmae=x", "nmae: unknown key; did you mean name?"),
     ("model.n_head=3", "model.n_head=3 does not divide model.n_embd=32"),

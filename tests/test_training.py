@@ -53,9 +53,9 @@ def assert_same(a: Any, b: Any, where: str = "") -> None:
 BUSY = ["model.dropout=0.1", "train.micro_batch_size=2", "train.eval_interval=3", "train.log_interval=1"]
 
 
-@pytest.mark.parametrize("optim", ["muon", "adamw"])
-def test_resume_equals_one_straight_run_bit_for_bit(train_tiny: Train, optim: str, monkeypatch: Any) -> None:
-    options = [*BUSY, f"optim={optim}", "train.steps=20", "train.save_interval=7", "train.keep=1"]
+@pytest.mark.parametrize("option", ["optim=muon", "optim=adamw", "objective=mlm"])
+def test_resume_equals_one_straight_run_bit_for_bit(train_tiny: Train, option: str, monkeypatch: Any) -> None:
+    options = [*BUSY, option, "train.steps=20", "train.save_interval=7", "train.keep=1"]
     straight = train_tiny(*options, name="straight")
 
     class Killed(Exception):
@@ -135,13 +135,16 @@ def test_every_position_trains_and_its_run_loads(train_tiny: Train, name: str) -
 # --- batches and schedules ---------------------------------------------------------------------------------
 
 
-def test_micro_batches_change_neither_gradient_nor_logged_loss(train_tiny: Train) -> None:
+@pytest.mark.parametrize("objective", ["causal", "mlm"])
+def test_micro_batches_change_neither_gradient_nor_logged_loss(train_tiny: Train, objective: str) -> None:
     options = ["train.steps=3", "train.batch_size=8", "train.log_interval=1", "optim=adamw"]
+    options += [f"objective={objective}"]
     runs = [metrics(train_tiny(*options, f"train.micro_batch_size={n}", name=f"m{n}")) for n in (8, 4, 2, 1)]
     for run in runs[1:]:
         for ours, whole in zip(run, runs[0], strict=True):
             assert ours["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
             assert ours["optim/grad_norm"] == pytest.approx(whole["optim/grad_norm"], rel=1e-4)
+        assert run[-1]["val/loss"] == pytest.approx(runs[0][-1]["val/loss"], rel=1e-4)
 
 
 def schedule(steps: int, **changes: Any) -> list[float]:
@@ -423,6 +426,11 @@ def test_resume_allows_length_and_refuses_another_experiment() -> None:
         UserError, match=r"cannot change model.n_layer \(4 -> 6\), .*position._target_ \(.*ALiBi\)"
     ):
         run_dir.merge_for_resume(stored, other, ["position", "model.n_layer"])
+    masked = values | {"objective": "mlm"}
+    with pytest.raises(
+        UserError, match=r"change objective \(causal -> mlm\), model.causal \(True -> False\)"
+    ):
+        run_dir.merge_for_resume(stored, masked, ["objective"])
     config, said = run_dir.merge_for_resume(stored, other, [])
     assert config.model.n_layer == 4 and said == []
 

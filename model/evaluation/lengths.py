@@ -10,6 +10,7 @@ import torch
 
 from data import tokenizer
 from data.loader import TokenStream
+from model.config import UserError
 from model.evaluation.kept import Kept, Row
 from model.evaluation.perplexity import score
 from model.evaluation.windows import Protocol, choose_documents, document_windows
@@ -39,8 +40,12 @@ def sweep(
     """A row per protocol and length; one that `kept` has with the same settings is given back as it is.
 
     A length that the encoding does not define, or for which no document is long enough, has a row with a
-    `skipped` sentence, and the sweep goes on.
+    `skipped` sentence, and the sweep goes on. Raises UserError for a run of masked tokens.
     """
+    if run.config.objective == "mlm":
+        raise UserError(
+            "a run of objective=mlm has no loss of next tokens; its loss of masked ones is val/loss in metrics.jsonl"
+        )
     starts, sizes = stream.documents(tokenizer.vocab_size(run.config.tokenizer.name) - 1)
     trained, limit = run.config.model.context_length, run.model.position.max_length
     defined = [length for length in plan.lengths if limit is None or length <= limit]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import TokenStream
+from data.masking import IGNORED, Masking, examples
 from model.evaluation.windows import Windows, stream_windows
 from model.gpt import GPT
 
@@ -47,7 +48,11 @@ class Score:
 
 def token_losses(model: GPT, windows_BT1: Tensor) -> Tensor:
     """Cross entropy in nats of each next token, (B, T) in fp32, for windows (B, T + 1)."""
-    inputs_BT, targets_BT = windows_BT1[:, :-1], windows_BT1[:, 1:]
+    return target_losses(model, windows_BT1[:, :-1], windows_BT1[:, 1:])
+
+
+def target_losses(model: GPT, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross entropy in nats of each target, (B, T) in fp32; 0 where the target is IGNORED."""
     if torch.is_grad_enabled():  # autograd keeps all logits anyway; this call is the one that may be compiled
         logits_BTV = model(inputs_BT).float()
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none").view_as(
@@ -68,7 +73,10 @@ def token_losses(model: GPT, windows_BT1: Tensor) -> Tensor:
 def evaluate(
     model: GPT, stream: TokenStream, length: int, *, max_tokens: int | None = None, **options: Any
 ) -> Score:
-    """Score `stream` in back-to-back windows of `length` tokens across documents, as training sees it."""
+    """Score `stream` in back-to-back windows of `length` tokens across documents, as training sees it.
+
+    With `masking`, `max_tokens` are read, and those scored are selected from them.
+    """
     return score(model, stream, stream_windows(len(stream), length, max_tokens), **options)
 
 
@@ -78,18 +86,21 @@ def score(
     stream: TokenStream,
     windows: Windows,
     *,
+    masking: Masking | None = None,
     edge: int | None = None,
     batch_tokens: int = 16384,
     autocast: Callable[[], torch.autocast] | None = None,
     on_batch: Callable[[int, int], None] | None = None,
 ) -> Score:
-    """Score the targets of `windows`.
+    """Score the targets of `windows`: next tokens, or with `masking` the tokens that it selects.
 
-    No random draw: the result depends on nothing but model and text, and the training's RNG is not touched.
+    The masks of a window depend on where in the stream it starts. There is no other random draw: the result depends
+    on nothing but model and text, and the training's RNG is not touched.
     The model's mode is restored. `edge` is a position that shall divide buckets, such as the trained length.
     `on_batch(tokens_done, tokens)` is called per batch.
     """
-    bytes_by_id = stream.bytes_per_token()
+    # what both sides tell of some tokens is no code for the text
+    bytes_by_id = None if masking else stream.bytes_per_token()
     device = next(model.parameters()).device
     nats, tokens = np.zeros(windows.cluster.max() + 1), np.zeros(windows.cluster.max() + 1)
     nats_at, tokens_at = np.zeros(windows.width.max()), np.zeros(windows.width.max())
@@ -100,17 +111,19 @@ def score(
         for rows in _batches(windows, batch_tokens):
             width = int(windows.width[rows[0]])
             ids = np.stack([stream.read(int(start), width + 1) for start in windows.start[rows]])
+            inputs_BT, targets_BT = examples(ids, windows.start[rows], masking)
+            pair = torch.from_numpy(inputs_BT).to(device), torch.from_numpy(targets_BT).to(device)
             with autocast() if autocast else torch.autocast(device.type, enabled=False):
-                losses_BT = token_losses(model, torch.from_numpy(ids).to(device))
-            scored_BT = np.arange(width) >= windows.skip[rows, None]
+                losses_BT = target_losses(model, *pair)
+            scored_BT = (np.arange(width) >= windows.skip[rows, None]) & (targets_BT != IGNORED)
             losses = np.where(scored_BT, losses_BT.cpu().double().numpy(), 0)
             np.add.at(nats, windows.cluster[rows], losses.sum(1))
             np.add.at(tokens, windows.cluster[rows], scored_BT.sum(1))
             nats_at[:width] += losses.sum(0)
             tokens_at[:width] += scored_BT.sum(0)
             if bytes_by_id is not None:
-                n_bytes += int(bytes_by_id[ids[:, 1:]][scored_BT].sum())
-            done += int(scored_BT.sum())
+                n_bytes += int(bytes_by_id[targets_BT[scored_BT]].sum())
+            done += int((width - windows.skip[rows]).sum())
             if on_batch:
                 on_batch(done, windows.targets)
     finally:

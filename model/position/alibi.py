@@ -33,16 +33,21 @@ class ALiBi(PositionEncoding):
     factors are split into parts that bf16 holds well: positions into 256 * (p // 256) and p % 256, exact to
     65,535; slopes into a high part and a remainder.
 
+    Where attention is not causal the bias is -m |i - j|, which does not factor, and is added to the scores.
+
     `scaling=linear` divides the distances by its factor (Al-Khateeb et al. 2023, arXiv 2310.13017).
     """
 
     def __init__(self, dims: Dims, scaling: dict[str, Any] | None = None) -> None:
         super().__init__(dims)
-        self.n_head, self.head_dim = dims.n_head, dims.head_dim
+        self.n_head, self.head_dim, self.causal = dims.n_head, dims.head_dim, dims.causal
         self.interpolation = interpolation_of(scaling, dims)
 
-    def prepare(self, span: Span) -> tuple[Tensor, Tensor]:
-        """Query features (H, 1, 4) and key features (T, 4), in fp32."""
+    def prepare(self, span: Span) -> tuple[Tensor, Tensor] | Tensor:
+        """Query features (H, 1, 4) and key features (T, 4), or the bias (H, T, S), in fp32."""
+        if not self.causal:
+            slope_H = (slopes(self.n_head) / self.interpolation).float().to(span.q.device)
+            return -slope_H[:, None, None] * (span.q[:, None] - span.k).abs()
         # attention multiplies every score by 1 / sqrt(D); the published bias is not scaled
         slope_H = slopes(self.n_head) * math.sqrt(self.head_dim) / self.interpolation
         high_H = slope_H.to(torch.bfloat16).to(torch.float64)
@@ -52,9 +57,14 @@ class ALiBi(PositionEncoding):
         return query_H4[:, None].float().to(span.q.device), key_T4.float()
 
     def encode_qk(
-        self, q_BHTD: Tensor, k_BHTD: Tensor, state: tuple[Tensor, Tensor]
+        self, q_BHTD: Tensor, k_BHTD: Tensor, state: tuple[Tensor, Tensor] | Tensor
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(state, Tensor):
+            return q_BHTD, k_BHTD
         (query_H14, key_T4), shape = state, (*q_BHTD.shape[:-1], 4)
         q_features, k_features = query_H14.to(q_BHTD.dtype), key_T4.to(k_BHTD.dtype)
         q = torch.cat((q_BHTD, q_features.expand(shape)), dim=-1)
         return q, torch.cat((k_BHTD, k_features.expand(shape)), dim=-1)
+
+    def score_bias(self, state: tuple[Tensor, Tensor] | Tensor) -> Tensor | None:
+        return state if isinstance(state, Tensor) else None

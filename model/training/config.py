@@ -84,6 +84,12 @@ class LoggerConfig(Strict):
 
 
 class RunConfig(Strict):
+    """A run. `objective` is what it learns to tell: `causal` the next token, `mlm` masked ones.
+
+    The objective decides what attention sees: `mlm` sets model.causal=false, whatever was given.
+    """
+
+    objective: Literal["causal", "mlm"] = "causal"
     model: GPTConfig
     position: dict[str, Any]
     data: DataConfig
@@ -97,10 +103,17 @@ class RunConfig(Strict):
     run_dir: str | None = None
     resume: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _masked_tokens_are_told_from_both_sides(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("objective") == "mlm" and isinstance(values.get("model"), dict):
+            return values | {"model": values["model"] | {"causal": False}}
+        return values
+
     @model_validator(mode="after")
     def _is_language_model(self) -> RunConfig:
-        if not self.model.causal:
+        if self.objective == "causal" and not self.model.causal:
             raise ValueError(
-                "model.causal=false would see the tokens that it has to predict; train with true"
+                "model.causal=false would see the tokens that it has to predict; train with true, or objective=mlm"
             )
         return self

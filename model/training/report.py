@@ -31,8 +31,9 @@ SECONDS_BETWEEN_LINES = 10  # where there is no terminal to keep a live line on
 
 def started(path: Path, model: GPT, device: torch.device, precision: partial[torch.autocast]) -> None:
     kind = "bf16" if precision.keywords["enabled"] else "fp32"
+    told = "" if model.config.causal else " to tell masked tokens from both sides (model.causal=false)"
     print(
-        f"Training {model.parameter_count():,} parameters on {device.type} in {kind}; run directory {path}",
+        f"Training {model.parameter_count():,} parameters on {device.type} in {kind}{told}; run directory {path}",
         flush=True,
     )
 
@@ -84,7 +85,12 @@ class Progress:
 
 
 def sample(model: GPT, config: RunConfig) -> tuple[str, str] | None:
-    """A continuation of the data's prompt, as (prompt, text); None when the tokenizer's data is not there."""
+    """A continuation of the data's prompt, as (prompt, text).
+
+    None when the tokenizer's data is not there, or when the model continues no text.
+    """
+    if config.objective == "mlm":
+        return None
     try:
         encoding = tokenizer.load(config.tokenizer.name)
     except UserError as error:
@@ -100,6 +106,7 @@ def finished(
     path: Path,
     steps: int,
     length: int,
+    causal: bool,
     val: Score,
     summary: dict[str, Any],
     text: tuple[str, str] | None,
@@ -117,11 +124,16 @@ def finished(
     print_table([row])
     where, python = shlex.quote(str(path)), _command("python")
     lengths = ",".join(str(length * factor) for factor in (1, 2, 4))
+    purposes, commands = "", ""
+    if causal:
+        purposes = "to generate, to score beyond the trained length, "
+        commands = (
+            f'  {python} scripts/sample.py run={where} prompt="In the beginning"\n'
+            f"  {python} scripts/evaluate.py run={where} 'lengths=[{lengths}]'\n"
+        )
     print(
-        f"Run directory: {path}\n\nNext, to generate, to score beyond the trained length, to train on, "
-        f"and to compare the curves of offline runs in the terminal:\n"
-        f'  {python} scripts/sample.py run={where} prompt="In the beginning"\n'
-        f"  {python} scripts/evaluate.py run={where} 'lengths=[{lengths}]'\n"
+        f"Run directory: {path}\n\nNext, {purposes}to train on, "
+        f"and to compare the curves of offline runs in the terminal:\n{commands}"
         f"  {python} train.py resume={where} train.steps={2 * steps}\n"
         f"  {_command('wandb')} leet {shlex.quote(str(path.parent / 'wandb'))}"
     )

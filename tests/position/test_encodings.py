@@ -302,6 +302,18 @@ def test_alibi_bias_is_not_divided_by_sqrt_d() -> None:
     torch.testing.assert_close(alibi_bias(8, 2, torch.float32)[:, 1, 1], slopes(8), atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("scaling", [None, {"_target_": "model.position.scaling.Linear", "factor": 4.0}])
+def test_alibi_without_a_causal_mask_falls_with_distance_to_both_sides(
+    scaling: dict[str, object] | None,
+) -> None:
+    model = tiny_gpt(POSITIONS["alibi"] | {"scaling": scaling}, causal=False, n_head=6, n_embd=48)
+    q, k, v = torch.randn(3, 1, 6, 50, 8)
+    distance = (torch.arange(50)[:, None] - torch.arange(50)).abs() / (4 if scaling else 1)
+    scores = q.double() @ k.double().transpose(-1, -2) / math.sqrt(8) - slopes(6)[:, None, None] * distance
+    ours = checks.attention_output(model, q, k, v).double()
+    torch.testing.assert_close(ours, scores.softmax(-1) @ v.double(), atol=3e-5, rtol=3e-5)
+
+
 # --- kernels and mixtures ----------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from data.loader import TokenStream
 from model.config import UserError
 from model.evaluation.perplexity import evaluate
 from model.position.t5 import bucket_starts
-from tests.conftest import CONTEXT, POSITIONS, VOCAB, encoding, tiny_gpt, write_shards
+from tests.conftest import CONTEXT, POSITIONS, VOCAB, encoding, tiny_config, tiny_gpt, write_shards
 from tests.position import checks
 
 T5 = POSITIONS["t5"]
@@ -77,6 +77,32 @@ def test_buckets_of_a_few_distances() -> None:
     assert bucket_starts(32, 128)[16:] == [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
 
 
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (32, 256), (64, 2048), (4, 2), (8, 20)])
+def test_buckets_of_both_sides_equal_transformers(num_buckets: int, max_distance: int) -> None:
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    config = tiny_config(causal=False)
+    position = encoding("t5", config.dims, num_buckets=num_buckets, max_distance=max_distance)
+    with torch.no_grad():
+        position.table.weight.copy_(torch.arange(num_buckets)[:, None].expand_as(position.table.weight))
+    ours = position.score_bias(position.prepare(checks.span(600)))[0].long()
+    key_minus_query = torch.arange(600) - torch.arange(600)[:, None]
+    theirs = T5Attention._relative_position_bucket(
+        key_minus_query, bidirectional=True, num_buckets=num_buckets, max_distance=max_distance
+    )
+    assert torch.equal(ours, theirs)
+
+
+def test_both_sides_need_a_multiple_of_four_buckets() -> None:
+    dims = tiny_config(causal=False).dims
+    with pytest.raises(
+        UserError, match="half of those on each side hold one distance each; give a multiple of 4"
+    ):
+        encoding("t5", dims, num_buckets=30)
+    with pytest.raises(UserError, match="more than the 8 distances"):
+        encoding("t5", dims, max_distance=8)
+
+
 def test_bias_is_not_divided_by_sqrt_d_and_is_of_the_head() -> None:
     model = tiny_gpt(T5)
     q, v = torch.zeros(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
@@ -125,7 +151,7 @@ def test_evaluation_at_four_times_the_trained_length_runs(tmp_path: Path) -> Non
         (
             31,
             128,
-            "position.num_buckets=31: half of them hold one distance each; give an even number, as 32",
+            "position.num_buckets=31: half of them hold one distance each; give a multiple of 2, as 32",
         ),
         (1, 128, "position.num_buckets=1: half of them"),
         (0, 128, "position.num_buckets=0: expected greater than 0"),
