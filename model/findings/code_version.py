@@ -21,7 +21,9 @@ TRAINING = (
     "model.position.scaling",
     "model.training.optim",
     "data.loader",
+    "data.masking",
     "data.tasks",
+    "model.training.config",
     "data.recall",
 )
 
