@@ -23,7 +23,7 @@ from tests.conftest import POSITIONS, VOCAB, compose_config, tiny_gpt, write_sha
 
 
 class SeesBack(nn.Module):
-    """Gives the value behind the key that a window ends with, if it is among the last `reach` tokens; else a 0."""
+    """Gives the pair of the key that a window asks for, if it is among the last `reach` tokens; else its first."""
 
     def __init__(self, reach: int) -> None:
         super().__init__()
@@ -31,10 +31,10 @@ class SeesBack(nn.Module):
         self.position = tiny_gpt(POSITIONS["none"]).position
 
     def hidden(self, ids_BT: Tensor) -> Tensor:
-        answers = []
-        for ids in ids_BT[:, -self.reach :].tolist():
-            places = [i for i in range(len(ids) - 2) if ids[i : i + 2] == ids[-2:]]
-            answers.append(ids[places[0] + 2] if places else ord("0"))
+        recall, answers = Recall("bytes"), []
+        for ids in ids_BT[:, -self.reach :].numpy():
+            of_key = recall.pairs[recall.questions == ids[-1]][0]
+            answers.append(next((i for i in ids.tolist() if i in of_key), of_key[0]))
         last = F.one_hot(torch.tensor(answers), VOCAB).float()
         return torch.cat((torch.zeros(*ids_BT.shape, VOCAB)[:, :-1], last[:, None]), 1)
 
@@ -61,7 +61,7 @@ def sweep(model: Any, stream: TokenStream, kept: Kept, batch_tokens: int = 4096)
 @pytest.mark.parametrize("reach", [300, 600, 2000])
 def test_keys_are_found_as_far_as_the_model_sees(stream: TokenStream, tmp_path: Path, reach: int) -> None:
     rows = sweep(SeesBack(reach), stream, Kept(tmp_path / "e.json"))
-    assert [row["length"] for row in rows] == list(range(64, 1025, 32))
+    assert [row["length"] for row in rows] == list(range(32, 1025, 32))
     # the pair begins 8 tokens behind the start of the window
     seen = [row["length"] for row in rows if row["length"] - 8 <= reach]
     assert all(row["found"] == 1 for row in rows if row["length"] in seen)
@@ -81,22 +81,22 @@ def test_real_model_with_batches_of_any_size_and_nothing_twice(stream: TokenStre
     first, other = Kept(tmp_path / "first.json"), Kept(tmp_path / "other.json")
     rows = sweep(model, stream, first)
     assert rows == sweep(model, stream, other, batch_tokens=1)
-    assert first.new == len(rows) == 31
+    assert first.new == len(rows) == 32
     again = Kept(tmp_path / "first.json")
     assert sweep(SeesBack(1), stream, again) == rows and again.new == 0
 
 
 def test_learned_positions_end_the_sweep(stream: TokenStream, tmp_path: Path) -> None:
     rows = sweep(tiny_gpt(POSITIONS["learned"], context_length=128), stream, Kept(tmp_path / "e.json"))
-    assert [row["length"] for row in rows] == [64, 96, 128, 160]
+    assert [row["length"] for row in rows] == [32, 64, 96, 128, 160]
     assert rows[-1]["skipped"] == "not defined beyond 128"
     (line,) = retrieval.summary(rows)
     assert line["longest"] == 128 and line["chance"] == 1 / 16
 
 
 def test_an_exam_needs_room() -> None:
-    with pytest.raises(UserError, match="retrieval needs 58 tokens or more"):
-        retrieval.evenly_spaced(57)
+    with pytest.raises(UserError, match="retrieval needs 17 tokens or more"):
+        retrieval.evenly_spaced(16)
 
 
 def test_exams_are_those_of_the_task(stream: TokenStream) -> None:
@@ -109,5 +109,5 @@ def test_exams_are_those_of_the_task(stream: TokenStream) -> None:
 
     retrieval.retrieve(Looks(9), stream, "bytes", 128)  # type: ignore[arg-type]
     windows = torch.cat(seen)
-    assert windows.shape == (retrieval.TRIALS, 128) and (windows[:, -2] == recall.mark).all()
+    assert windows.shape == (retrieval.TRIALS, 128) and np.isin(windows[:, -1], recall.questions).all()
     assert len({tuple(row) for row in windows.tolist()}) == retrieval.TRIALS

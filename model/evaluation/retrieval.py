@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from data.loader import TokenStream
-from data.recall import CHANCE, N_PAIRS, SHORTEST_EXAM, Recall
+from data.recall import CHANCE, SHORTEST_EXAM, Recall
 from model.config import UserError
 from model.evaluation.kept import Kept, Row
 from model.gpt import GPT
@@ -23,7 +23,7 @@ ENOUGH = 0.2  # of the keys, for a length to count as seen
 def evenly_spaced(longest: int) -> list[int]:
     """Up to `LENGTHS` lengths that end with `longest`. Raises UserError when no exam is that short."""
     if longest < SHORTEST_EXAM:
-        raise UserError(f"lengths: retrieval needs {SHORTEST_EXAM} tokens or more for its {N_PAIRS} pairs")
+        raise UserError(f"lengths: retrieval needs {SHORTEST_EXAM} tokens or more")
     lengths = {longest * (i + 1) // LENGTHS for i in range(LENGTHS)}
     return sorted(length for length in lengths if length >= SHORTEST_EXAM)
 

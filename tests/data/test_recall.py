@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.loader import TokenStream, TrainLoader
-from data.recall import CHANCE, LEAD, N_PAIRS, SHORTEST_EXAM, Recall
+from data.recall import CHANCE, LEAD, N_KEYS, SHORTEST_EXAM, Recall
 from data.tasks import lessons
 from tests.conftest import write_shards
 
@@ -16,47 +16,57 @@ RECALL = Recall("bytes")
 TEXT = np.full(257, ord(" "))
 
 
-def pairs_in(window: np.ndarray) -> list[tuple[int, int, int]]:
-    """(place, key, value) of every mark."""
-    return [(i, int(window[i + 1]), int(window[i + 2])) for i in np.flatnonzero(window == RECALL.mark)]
+def marks(window: np.ndarray) -> list[tuple[int, int, int]]:
+    """(place, key, value) of every pair, in order."""
+    found = []
+    for place in np.flatnonzero(np.isin(window, RECALL.pairs)):
+        ((key, value),) = np.argwhere(RECALL.pairs == window[place])
+        found.append((int(place), int(key), int(value)))
+    return found
 
 
-@pytest.mark.parametrize(("length", "most_pairs"), [(257, 16), (1025, 16), (65, 8), (9, 1), (5, 0)])
-def test_a_lesson_has_each_pair_twice_or_more_and_none_overlaps(length: int, most_pairs: int) -> None:
+@pytest.mark.parametrize(("length", "most_keys"), [(257, 8), (1025, 8), (33, 4), (9, 1), (7, 0)])
+def test_a_lesson_tells_each_value_once_and_asks_for_it_afterwards(length: int, most_keys: int) -> None:
     counts, totals = set(), []
     for seed in range(300):
         window = RECALL.lesson(TEXT.repeat(4)[:length], np.random.default_rng(seed))
-        found = pairs_in(window)
-        values = {key: [v for _, k, v in found if k == key] for _, key, _ in found}
-        assert len(window) == length and len(found) <= length // 4
-        assert all(len(of_key) > 1 and len(set(of_key)) == 1 for of_key in values.values())
-        assert np.count_nonzero(window != ord(" ")) == 3 * len(found)
-        counts.add(len(values))
-        totals.append(len(found))
-    assert counts == set(range(min(1, most_pairs), most_pairs + 1))
-    assert length // 8 <= max(totals) <= length // 4 and min(totals) <= 8
+        known: dict[int, int] = {}
+        asked: dict[int, int] = {}
+        for place, key, value in marks(window):
+            if key in known:
+                assert window[place - 1] == RECALL.questions[key] and known[key] == value
+                asked[key] = asked.get(key, 0) + 1
+            else:
+                assert place == 0 or window[place - 1] not in RECALL.questions
+            known[key] = value
+        assert len(window) == length and set(asked) == set(known)
+        assert np.count_nonzero(window != ord(" ")) == len(known) + 2 * sum(asked.values())
+        counts.add(len(known))
+        totals.append(len(known) + sum(asked.values()))
+    assert counts == set(range(min(1, most_keys), most_keys + 1))
+    assert length // 8 <= max(totals) <= length // 4 and min(totals) <= 4
 
 
-def test_an_exam_asks_for_the_first_of_sixteen_pairs() -> None:
+def test_an_exam_asks_for_the_first_of_eight_pairs() -> None:
     for seed in range(50):
         window, answer = RECALL.exam(TEXT[: SHORTEST_EXAM + seed], np.random.default_rng(seed))
-        *known, last = np.flatnonzero(window == RECALL.mark)
-        assert last == len(window) - 2 and known[0] == LEAD and len(known) == N_PAIRS
-        assert window[-1] == window[LEAD + 1] and answer == window[LEAD + 2]
-        assert len({int(window[i + 1]) for i in known}) == N_PAIRS
+        found = marks(window)
+        assert len(window) == SHORTEST_EXAM + seed and len({key for _, key, _ in found}) == N_KEYS
+        assert found[0][0] == LEAD and window[LEAD] == answer
+        assert window[-1] == RECALL.questions[found[0][1]]
+        assert np.isin(window, RECALL.questions).sum() == 1
 
 
-def test_without_the_pair_the_answer_is_one_of_sixteen() -> None:
+def test_without_the_pair_the_value_is_one_of_sixteen() -> None:
     """Rules of thumb over 8,000 exams, elimination of the values seen nearer among them."""
-    n, right = 8000, dict.fromkeys(["last value", "one value", "fifth value", "a value not seen nearer"], 0)
+    n = 8000
+    right = dict.fromkeys(["value of the last pair", "one value", "a value not seen nearer"], 0)
     for seed in range(n):
-        window, answer = RECALL.exam(TEXT, np.random.default_rng(seed))
-        values = window[np.flatnonzero(window == RECALL.mark)[1:-1] + 2]
-        right["last value"] += values[-1] == answer
-        right["one value"] += RECALL.values[0] == answer
-        right["fifth value"] += values[4] == answer
-        unseen = np.setdiff1d(RECALL.values, values)
-        right["a value not seen nearer"] += len(unseen) > 0 and unseen[0] == answer
+        (_, _, wanted), *nearer = marks(RECALL.exam(TEXT, np.random.default_rng(seed))[0])
+        values = [value for _, _, value in nearer]
+        right["value of the last pair"] += values[-1] == wanted
+        right["one value"] += wanted == 3
+        right["a value not seen nearer"] += min(set(range(16)) - set(values)) == wanted
     for rule, count in right.items():
         assert count / n == pytest.approx(CHANCE, abs=0.01), rule
 
@@ -64,7 +74,7 @@ def test_without_the_pair_the_answer_is_one_of_sixteen() -> None:
 def test_every_tokenizer_has_the_characters() -> None:
     for name in ("bytes", "gpt2_1k", "gpt2_2k", "gpt2"):
         recall = Recall(name)
-        assert len({recall.mark, *recall.keys.tolist(), *recall.values.tolist()}) == 1 + 52 + 16
+        assert len({*recall.questions.tolist(), *recall.pairs.flatten().tolist()}) == 8 + 128
 
 
 @pytest.fixture
@@ -76,7 +86,7 @@ def test_lessons_come_at_the_stated_rate_and_depend_on_the_sample_alone(stream: 
     """In batches of 8 on one process, or of 4 on each of two, in any order."""
     loader = TrainLoader(stream, 32, 8, seed=3, rewrite=lessons("recall", 0.25, "bytes", 3))
     batches = np.concatenate([loader.batch(step) for step in range(250)])
-    taught = (batches == RECALL.mark).any(1)
+    taught = np.isin(batches, RECALL.pairs).any(1)
     assert taught.mean() == pytest.approx(0.25, abs=0.03)
     halves = [
         TrainLoader(stream, 32, 8, seed=3, rewrite=lessons("recall", 0.25, "bytes", 3), rank=rank, world=2)
