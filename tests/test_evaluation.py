@@ -160,7 +160,19 @@ def test_limit_on_tokens_is_exact_and_the_same_for_every_length(protocol: Protoc
     chosen = choose_documents(starts, lengths, protocol, 64, 500)
     for length in (16, 64):
         assert document_windows(*chosen, protocol, length, 8, 64).targets == 500
-    assert 0 not in chosen[0]  # of 50 tokens: too short for a window of 64
+    assert chosen[0].tolist() == [50, 500]  # not that of 50 tokens, too short for a window of 64
+    assert chosen[1][1] - chosen[1][0] in (0, 1)  # 250 scored tokens of each
+
+
+def test_limit_takes_from_all_documents_but_no_less_than_a_window() -> None:
+    starts = np.arange(0, 40_000, 1000)
+    lengths = np.full(40, 1000)
+    lengths[0] = 110
+    first, cut = choose_documents(starts, lengths, "non_overlapping", 100, 1009)
+    assert first.tolist() == [0, 4000, 8000, 12000, 16000, 20000, 24000, 28000, 32000, 36000]
+    assert sorted((cut - 1).tolist()) == [100] * 1 + [101] * 9
+    _, whole = choose_documents(starts, lengths, "non_overlapping", 100, 10**6)
+    assert whole.tolist() == lengths.tolist()
 
 
 def test_strided_uniform_model_has_ln_v_for_every_stride(tmp_path: Path) -> None:

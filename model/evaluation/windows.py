@@ -38,17 +38,24 @@ def stream_windows(n_tokens: int, length: int, max_targets: int | None = None) -
 def choose_documents(
     starts: np.ndarray, lengths: np.ndarray, protocol: Protocol, longest: int, max_targets: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of documents with more than `longest` tokens, up to `max_targets` scored tokens.
+    """(starts, lengths) of documents with more than `longest` tokens, cut to `max_targets` scored tokens in all.
 
-    `longest` is the longest window of the whole comparison: what is scored must not depend on the window.
+    `longest` is the longest window of the whole comparison: what is scored must not depend on the window. Under a
+    limit, as many documents as can have a whole window are taken, evenly spaced, and all give as much as they can
+    up to one limit for each, since tokens of one document are no independent draws.
     """
     keep = lengths > longest
     starts, lengths = starts[keep], lengths[keep]
-    if max_targets is not None:
-        scored = lengths - (longest if protocol == "last" else 1)
-        before = np.cumsum(scored) - scored
-        lengths = lengths - np.maximum(before + scored - max_targets, 0)
-        starts, lengths = starts[before < max_targets], lengths[before < max_targets]
+    unscored = longest if protocol == "last" else 1
+    if max_targets is not None and (lengths - unscored).sum() > max_targets:
+        count = min(max(max_targets // longest, 1), len(starts))
+        chosen = np.arange(count) * len(starts) // count
+        starts, lengths = starts[chosen], lengths[chosen]
+        left = max_targets
+        for rank, document in enumerate(np.argsort(lengths, kind="stable")):  # the shortest first
+            scored = min(int(lengths[document]) - unscored, left // (count - rank))
+            lengths[document] = scored + unscored
+            left -= scored
     return starts, lengths
 
 
