@@ -15,7 +15,7 @@ from typing import Any
 from data.loader import TokenStream, TrainLoader
 from data.masking import IGNORED, VALIDATION_SEED, Masking, examples
 from data.prepare import prepare
-from data.tasks import lessons
+from data.tasks import TaskStream, lessons
 from data.tokenizer import vocab_size
 from model import launch
 from model.config import RunFailed, UserError, validate
@@ -96,6 +96,8 @@ def train(config: RunConfig, path: Path, loader: TrainLoader, val_stream: TokenS
     from model.training.metrics import JsonLines, Wandb, mfu
     from model.training.optim import Optimizers, clip_gradients, is_finite, lr_factor
 
+    if config.data.task != "none" and config.data.task_rate == 1:  # text would be strange to such a model
+        val_stream = TaskStream(val_stream, config.data.task, config.tokenizer.name)
     device = pick_device(config.train.device, "train.device")
     if device.type == "cpu":
         keep_freed_memory()

@@ -46,7 +46,7 @@ class DataConfig(Strict):
     shard_tokens: PositiveInt = 100_000_000
     workers: PositiveInt | None = None
     windows: Literal["contiguous", "within_document"] = "contiguous"
-    task: Literal["none", "recall"] = "none"
+    task: Literal["none", "recall", "copy", "reverse"] = "none"
     task_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
     prompt: str = ""
 

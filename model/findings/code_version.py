@@ -25,6 +25,7 @@ TRAINING = (
     "data.tasks",
     "model.training.config",
     "data.recall",
+    "data.synthetic",
 )
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from statistics import fmean
 
 from data import tokenizer
 from data.loader import TokenStream
+from data.synthetic import longest
 from model.evaluation import bigram, probe, retrieval, shuffle
 from model.evaluation import lengths as loss_at
+from model.evaluation.exact_match import exact_match
 from model.evaluation.kept import Kept
 from model.findings.code_version import code_version
 from model.findings.spec import Measure, Scale
@@ -27,6 +31,8 @@ def measure(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
     multiple of L, and `found@4L`, the fraction of keys found within it. probe: mean absolute distance over L of
     the best guess of a position, `probe@3` by layer, and `untrained@3` for the same model before training. shuffle:
     `rise@keep_1`, what it costs in nats to permute the prefix but for its last token. bigram: `bigram_loss`.
+    exact: `exact_within` and `exact_beyond`, the fraction of words copied without a mistake, over words as long as
+    those of training, and over longer ones of up to twice that.
     """
     return KINDS[what.kind](run, stream, what, scale, folder)
 
@@ -102,7 +108,25 @@ def context_free(run: Run, stream: TokenStream, what: Measure, scale: Scale, fol
     return {"bigram_loss": bigram.bigram_loss(TokenStream(stream.folder, "train"), stream, vocab_size)}
 
 
-KINDS = {"loss": losses, "retrieval": retrieved, "probe": probed, "shuffle": shuffled, "bigram": context_free}
+def exactly(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    known, limit = longest(run.config.model.context_length + 1), run.model.position.max_length
+    task, name = run.config.data.task, run.config.tokenizer.name
+    found = [
+        exact_match(run.model, task, name, n) if limit is None or 2 * n + 1 <= limit else math.nan
+        for n in range(1, 2 * known + 1)
+    ]
+    beyond = fmean(found[known:])
+    return {"exact_within": fmean(found[:known]), "exact_beyond": None if math.isnan(beyond) else beyond}
+
+
+KINDS = {
+    "loss": losses,
+    "retrieval": retrieved,
+    "probe": probed,
+    "shuffle": shuffled,
+    "bigram": context_free,
+    "exact": exactly,
+}
 
 
 def version(kind: str) -> str:
@@ -113,6 +137,7 @@ def version(kind: str) -> str:
         "probe": ("probe",),
         "shuffle": ("shuffle", "probe"),
         "bigram": ("bigram",),
+        "exact": ("exact_match",),
     }
     function = f"model.findings.measure:{KINDS[kind].__name__}"
     return code_version(function, *(f"model.evaluation.{name}" for name in modules[kind]))

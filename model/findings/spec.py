@@ -17,6 +17,7 @@ FIXED_NAMES = {
     "probe": {"probe_embeddings", "probe_best", "probe_last", "untrained_best"},
     "shuffle": {"rise@all", "rise@keep_1", "rise@keep_8"},
     "bigram": {"bigram_loss"},
+    "exact": {"exact_within", "exact_beyond"},
 }
 
 
@@ -39,7 +40,7 @@ class Scale(Strict):
 class Measure(Strict):
     """What is measured on a finished run. Results have the names that `measure.py` gives them."""
 
-    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram"]
+    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram", "exact"]
     lengths: list[PositiveFloat] = Field([1.0])  # multiples of the scale's L
     protocol: Literal["non_overlapping", "sliding", "last"] = "non_overlapping"
 
