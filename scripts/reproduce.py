@@ -21,6 +21,7 @@ class ReproduceConfig(Strict):
     finding: dict[str, Any]
     scale: Scale
     workers: PositiveInt | None
+    estimate: bool
     out: str
     work: str
 
@@ -39,6 +40,12 @@ def main(values: dict[str, Any]) -> None:
     else:
         findings = [validate(Finding, {"name": chosen, **config.finding}, prefix="finding.")]
     # torch, once the configuration is known to be right
+    if config.estimate:
+        from model.findings.estimate import UTILISATION, estimate
+
+        print(f"Hours if {UTILISATION:.0%} of a device's peak are reached; measures are not counted.")
+        launch.print_table(estimate(findings, scale), title=scale.title)
+        return
     from data.prepare import prepare
     from model.findings.jobs import Plan, Results
     from model.findings.page import publish, update_readme

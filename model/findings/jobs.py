@@ -145,7 +145,8 @@ class Plan:
 def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen: list[str]) -> RunConfig:
     """The configuration of one training. Raises UserError as the command line would for the same overrides."""
     length = round(scale.length * run.length)
-    batch_size = max(scale.batch_tokens // length, 1)
+    micro = max((scale.micro_tokens or scale.batch_tokens) // length, 1)
+    batch_size = max(scale.batch_tokens // (length * micro), 1) * micro
     steps = max(round(scale.tokens * run.tokens / (batch_size * length)), 1)
     overrides = [
         *([] if parent else scale.overrides),
@@ -153,6 +154,7 @@ def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen:
         *run.overrides,
         f"model.context_length={length}",
         f"train.batch_size={batch_size}",
+        f"train.micro_batch_size={micro if scale.micro_tokens else 'null'}",
         f"train.steps={steps}",
         f"train.eval_interval={max(steps // run.validations, 1)}",
         f"train.save_interval={max(steps // 5, 50)}",

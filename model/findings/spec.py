@@ -28,6 +28,7 @@ class Scale(Strict):
     length: PositiveInt  # L, the trained length in tokens
     tokens: PositiveInt  # of a full training
     batch_tokens: PositiveInt  # of a step
+    micro_tokens: PositiveInt | None = None  # of a forward; null: all of a step
     val_tokens: PositiveInt | None  # scored by each measure of loss; null: the whole split
     probe_steps: PositiveInt  # of the classifiers that look for positions in hidden states
     seeds: list[int]
