@@ -1,9 +1,9 @@
 """Key-value recall, written into real text: one token says that key k has value v; asked for k, it is to come again.
 
-The tokens are those of single bytes that English text does not have: eight for the questions, one a key, and 128
-for the pairs, one for each of eight keys and 16 values. The values of a window are independent draws. So nothing but
-the earlier pair tells which value a key has, and whatever else a model may know of the window, it finds one value in
-16 by chance.
+The tokens are those of single bytes that are rare in text, and are taken out of the text of a lesson: eight for the
+questions, one a key, and 128 for the pairs, one for each of eight keys and 16 values. The values of a window are
+independent draws. So nothing but the earlier pair tells which value a key has, and whatever else a model may know of
+the window, it finds one value in 16 by chance.
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ class Recall:
         one_byte = np.array([encoding.encode_single_token(bytes([byte])) for byte in range(256)])
         self.questions = one_byte[16 : 16 + N_KEYS]
         self.pairs = one_byte[128:].reshape(N_KEYS, N_VALUES)
+        self.blank = one_byte[ord(" ")]
+
+    def _cleared(self, text_T: np.ndarray) -> np.ndarray:
+        """`text_T` without tokens that would be taken for the task's, such as those of a character beyond ASCII."""
+        reserved = np.concatenate((self.questions, self.pairs.flatten()))
+        return np.where(np.isin(text_T, reserved), self.blank, text_T)
 
     def lesson(self, text_T: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         """A window (T,) of text to train on, with 1 to `N_KEYS` pairs written over it, each asked for once or more.
@@ -44,16 +50,16 @@ class Recall:
             pair = self.pairs[keys[index], values[index]]
             written.append([self.questions[keys[index]], pair] if index in known else [pair])
             known.add(index)
-        return _write(text_T, written, 0, generator)
+        return _write(self._cleared(text_T), written, 0, generator)
 
     def exam(self, text_T: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, int]:
         """A window (T,) that ends with a question, and the pair that should come next.
 
-        The pair is the first of `N_KEYS`, `LEAD` tokens behind the start, so that T is how far must be seen.
+        The pair is the first of `N_KEYS`, and stands T - `LEAD` - 1 tokens back.
         """
         keys = generator.permutation(N_KEYS)
         pairs = self.pairs[keys, generator.integers(N_VALUES, size=N_KEYS)]
-        body_T = _write(text_T[:-1], [[pair] for pair in pairs[1:]], LEAD + 1, generator)
+        body_T = _write(self._cleared(text_T[:-1]), [[pair] for pair in pairs[1:]], LEAD + 1, generator)
         body_T[LEAD] = pairs[0]
         return np.append(body_T, self.questions[keys[0]]), int(pairs[0])
 

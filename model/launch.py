@@ -50,6 +50,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
             )
             sys.exit(2)
     sys.argv[1:] = [_quoted(argument, multirun) for argument in sys.argv[1:]]
+    sys.argv[1:] = _swept_with_their_groups(sys.argv[1:]) if multirun else sys.argv[1:]
     rows: list[dict[str, Any]] = []
     failed: dict[str, int] = {}  # job to exit code
     started = 0
@@ -153,6 +154,20 @@ def _quoted(argument: str, multirun: bool) -> str:
     return f"{key}='{escaped}'"
 
 
+def _swept_with_their_groups(arguments: list[str]) -> list[str]:
+    """Keys of a group that is swept wait for the jobs: Hydra sets all others before it knows the options."""
+    pairs = [argument.partition("=") for argument in arguments]
+    swept = tuple(
+        f"{key.replace('/', '.')}." for key, _, value in pairs if "," in value and (CONF / key).is_dir()
+    )
+    return [
+        f"{key}=choice({value})"
+        if swept and key.startswith(swept) and _parses(f"{key}={value}")
+        else argument
+        for argument, (key, _, value) in zip(arguments, pairs, strict=True)
+    ]
+
+
 def _parses(argument: str) -> bool:
     try:
         return not OverridesParser.create().parse_override(argument).is_sweep_override()
@@ -164,6 +179,12 @@ def _sentence(error: Exception, config_name: str, given: list[str]) -> str:
     """What Hydra and OmegaConf say over several lines, as one sentence with the nearest valid name."""
     text = str(error)
     unknown = re.search(r"Could not override '([^']*)'", text)
+    if unknown and re.match(r"position[./]scaling", unknown[1]):
+        scaled = [path.stem for path in (CONF / "position").glob("*.yaml") if "scaling:" in path.read_text()]
+        return (
+            f"{unknown[1]}: not a key here; position={', '.join(sorted(scaled))} can be scaled, "
+            f"by position/scaling=<name>, which has keys of its own"
+        )
     if unknown:
         return f"{unknown[1]}: unknown key{nearest(unknown[1], _valid_keys(config_name, given))}"
     group = re.search(r"Could not find '([^']*)/([^'/]*)'", text)

@@ -54,9 +54,9 @@ def main(values: dict[str, Any]) -> None:
     """Score every run; where asked for, measure its attention and what it retrieves; print the tables."""
     scaling = launch.chosen_scaling(values.pop("position", None))
     config = validate(EvaluateConfig, values)
-    if not re.fullmatch(r"[\w.-]+", config.name):
+    if not re.fullmatch(r"[\w.-]+", config.name) or config.name == "val":
         raise UserError(
-            f"name={config.name}: names a file in the run; expected letters, digits, '-', '_' and '.'"
+            f"name={config.name}: names a file in the run; expected letters, digits, '-', '_' and '.', and not val"
         )
     from model.evaluation import lengths, retrieval
     from model.training.metrics import log_evaluation
@@ -65,23 +65,25 @@ def main(values: dict[str, Any]) -> None:
     scores: list[Row] = []
     attention: list[Row] = []
     found: list[Row] = []
-    news: list[dict[str, float]] = []
     for path in paths:
-        subject = load(path, config, scaling)
-        kept = Kept(path / "evaluation" / f"{config.name}.json")
+        label = path.name if [p.name for p in paths].count(path.name) == 1 else str(path)
+        subject = load(path, label, config, scaling)
+        file = path / "evaluation" / f"{config.name}.json"
+        kept = Kept(file)
         scores += (own := scores_of(subject, config, kept))
-        news.append(lengths.metrics(own) if kept.new else {})
+        metrics = lengths.metrics(own) if kept.new else {}
+        lengths.draw(own, file.with_suffix(".png"))
         if config.attention:
             attention += attention_of(subject, config)
         if config.retrieval:
-            kept = Kept(path / "evaluation" / f"{config.name}-retrieval.json")
+            kept = Kept(file.with_name(f"{config.name}-retrieval.json"))
             found += (own := retrieval_of(subject, config, kept))
-            news[-1] |= retrieval.metrics(own) if kept.new else {}
-    for path, metrics in zip(paths, news, strict=True):
+            metrics |= retrieval.metrics(own) if kept.new else {}
+        log_evaluation(path, metrics, file.with_suffix(".png"))
+    for path in paths:  # again, with the lines of all
         lengths.draw(scores, path / "evaluation" / f"{config.name}.png")
         if found:
             retrieval.draw(found, path / "evaluation" / f"{config.name}-retrieval.png")
-        log_evaluation(path, metrics, path / "evaluation" / f"{config.name}.png")
     launch.print_table([shown(row) for row in scores], title=f"{config.split}, {scores[0]['precision']}")
     if attention:
         launch.print_table(attention, title="attention, against attending to all keys alike")
@@ -89,8 +91,8 @@ def main(values: dict[str, Any]) -> None:
         launch.print_table(retrieval.summary(found), title="values found for keys")
 
 
-def load(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> Subject:
-    """The run in `path`, on its device, and the text that it is scored on."""
+def load(path: Path, label: str, config: EvaluateConfig, scaling: dict[str, Any] | None) -> Subject:
+    """The run in `path`, called `label`, on its device, and the text that it is scored on."""
     from model.load import load_run
     from model.training.checkpoint import check_same
     from model.training.device import autocast, pick_device
@@ -105,7 +107,7 @@ def load(path: Path, config: EvaluateConfig, scaling: dict[str, Any] | None) -> 
     check_same({"data": run.data}, "data", {config.split: fingerprint}, path)
     precision = autocast(device, config.precision)
     settings = {
-        "run": path.name + "".join(f" +{name}" for name in changed(scaling, config.logit_scale)),
+        "run": label + "".join(f" +{name}" for name in changed(scaling, config.logit_scale)),
         "trained": run.config.model.context_length,
         "step": run.step,
         "split": config.split,

@@ -514,8 +514,16 @@ def test_run_is_extended_and_goes_on_by_itself(place: Path) -> None:
     [
         ("position.scaling=yarn", "a group is named with a slash; give position/scaling=yarn"),
         ("position/scaling=yarn", "position.scaling.factor: missing; give position.scaling.factor=<value>"),
+        (
+            "position/scaling=linear position=none",
+            "position=alibi, learned, rope, rope_nope, sinusoidal can be scaled",
+        ),
+        (
+            "position.scaling.factor=4",
+            "position.scaling.factor: not a key here; position=alibi, learned, rope",
+        ),
         ("position/scaling=jarn", "position/scaling=jarn: no such option; did you mean yarn?"),
     ],
 )
 def test_mistaken_scaling_is_one_sentence(place: Path, argument: str, message: str) -> None:
-    assert message in run("train.py", argument, cwd=place, code=2).stderr
+    assert message in run("train.py", *argument.split(), cwd=place, code=2).stderr

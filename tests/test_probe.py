@@ -184,8 +184,18 @@ def test_every_window_trains_before_one_does_again(monkeypatch: pytest.MonkeyPat
     marked = windows(6, 1)
     marked[:, 0] = torch.arange(6)
     probe_positions(tiny_gpt(POSITIONS["none"]), marked, windows(2, 2), **QUICK)
+    seen = seen[QUICK["batch_size"] :]  # the first batch is read for the size of the states
     trained = seen[: QUICK["steps"] * QUICK["batch_size"]]
     assert sorted(trained[:6]) == sorted(trained[6:]) == list(range(6)) and trained[:6] != trained[6:]
+
+
+def test_the_size_of_the_states_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training makes the residual stream larger, which by itself is no knowledge of position."""
+    model, texts = tiny_gpt(POSITIONS["sinusoidal"]), (windows(6, 1), windows(2, 2))
+    rows = probe_positions(model, *texts, **QUICK)
+    real = hidden_states
+    monkeypatch.setattr(probe, "hidden_states", lambda *arguments: [64 * h for h in real(*arguments)])
+    assert probe_positions(model, *texts, **QUICK) == rows
 
 
 # --- windows -----------------------------------------------------------------------------------------------

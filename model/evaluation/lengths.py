@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     stride: int
     max_tokens: int | None
     note: Row
+    longest: int | None = None  # the longest window of a larger comparison, if this is a part of one
 
 
 def sweep(
@@ -51,9 +52,10 @@ def sweep(
     defined = [length for length in plan.lengths if limit is None or length <= limit]
     possible = [length for length in plan.lengths if (sizes > length).any()]
     # short documents have nothing to say about long windows; within the trained length all of them count
-    longest = max(possible, default=0) if max(possible, default=0) > trained else 1
+    most = plan.longest or max(possible, default=0)
+    longest = most if most > trained else 1
     for protocol in plan.protocols:
-        needed = max(possible, default=0) if protocol == "last" else longest
+        needed = most if protocol == "last" else longest
         chosen = choose_documents(starts, sizes, protocol, needed, plan.max_tokens)
         for length in plan.lengths:
             settings = {

@@ -34,10 +34,11 @@ def probe_positions(
 ) -> list[dict[str, Any]]:
     """Haviv et al. 2022 (arXiv 2203.16634, section 5): train a probe on each layer, and test it on other text.
 
-    Layer 0 is what enters the first block, layer l the output of block l: the residual stream as it is, before
-    any norm and without rescaling. A probe is ReLU(h W1) W2, C to 2C to T, without biases, trained for `steps`
-    steps of Adam on the cross entropy of the index of each token in its window, over `batch_size` windows of
-    `train_windows` (W, T) a step. All probes see the same batches, and one forward of the model serves them all.
+    Layer 0 is what enters the first block, layer l the output of block l: the residual stream before any norm, divided
+    by one number a layer, its root mean square, since training makes the stream larger, and one learning rate has to
+    suit the layers of a trained and of an untrained model. A probe is ReLU(h W1) W2, C to 2C to T, without biases,
+    trained for `steps` steps of Adam on the cross entropy of the index of each token in its window, over `batch_size`
+    windows of `train_windows` (W, T) a step. All probes see the same batches; one forward of the model serves them.
 
     A row per layer, over all tokens of `test_windows` (W', T): `mad`, the mean absolute distance in tokens from
     the most likely index to the true one, `mad_over_length`, which is `mad` / T, and `accuracy`, the part of
@@ -55,16 +56,23 @@ def probe_positions(
     training = model.training
     model.eval()
     try:
+        first = hidden_states(model, train_windows[:batch_size].to(device))
+        scales = [h_BTC.float().pow(2).mean().sqrt() for h_BTC in first]
+
+        def states_of(windows_BT: Tensor) -> list[Tensor]:
+            states = hidden_states(model, windows_BT.to(device))
+            return [h_BTC / scale for h_BTC, scale in zip(states, scales, strict=True)]
+
         for rows_B in _batches(len(train_windows), steps, batch_size, generator):
             optimizer.zero_grad()
-            states = hidden_states(model, train_windows[rows_B].to(device))
+            states = states_of(train_windows[rows_B])
             for probe, h_BTC in zip(probes, states, strict=True):
                 _accumulate_gradients(probe, h_BTC)
             optimizer.step()
         distance = torch.zeros(len(probes), dtype=torch.float64)
         exact = torch.zeros(len(probes), dtype=torch.float64)
         for windows_BT in test_windows.split(batch_size):
-            states = hidden_states(model, windows_BT.to(device))
+            states = states_of(windows_BT)
             for layer, (probe, h_BTC) in enumerate(zip(probes, states, strict=True)):
                 off_N = _distances(probe, h_BTC)
                 distance[layer] += off_N.sum().item()

@@ -15,15 +15,20 @@ TRAINING = (
     "model.kernels",
     "model.logit_scale",
     "model.load",
+    "model.position.__init__",
     "model.position.base",
+    "model.position.build",
     "model.position.additive",
     "model.position.per_layer",
     "model.position.scaling",
     "model.training.optim",
+    "model.training.device",
+    "model.evaluation.perplexity",  # the loss that is trained on, and val_loss
+    "model.evaluation.windows",
+    "model.findings.work:trained",
     "data.loader",
     "data.masking",
     "data.tasks",
-    "model.training.config",
     "data.recall",
     "data.synthetic",
 )
@@ -31,7 +36,7 @@ TRAINING = (
 
 @lru_cache
 def code_version(*names: str) -> str:
-    """Twelve hex digits over the syntax trees of modules, or of functions named as `module:function`.
+    """Twelve hex digits over the syntax trees of modules, or of a function as `module:function` and its constants.
 
     Comments, docstrings and layout do not count.
     """
@@ -40,9 +45,16 @@ def code_version(*names: str) -> str:
         module, _, function = name.partition(":")
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
         if function:
-            tree.body = [part for part in tree.body if getattr(part, "name", None) == function]
+            tree.body = [part for part in tree.body if _belongs(part, function)]
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
                 node.body = node.body[1:] or [ast.Pass()]
         digest.update(f"{name}\n{ast.dump(tree)}\n".encode())
     return digest.hexdigest()[:12]
+
+
+def _belongs(part: ast.stmt, function: str) -> bool:
+    """Whether a statement of a module is the function, or what may be a constant that it uses."""
+    if isinstance(part, ast.Import | ast.ImportFrom):
+        return False
+    return getattr(part, "name", function) == function

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 from statistics import fmean
 
-from model.findings.jobs import Plan, measure_id
+from model.findings.jobs import Plan
 from model.findings.judge import interval
+from model.findings.measure import measure_id
 from model.findings.spec import Figure, Finding
 
 LABELS = {
@@ -19,13 +20,14 @@ LABELS = {
 
 def points(finding: Finding, figure: Figure, plan: Plan, line: str, seed: int) -> dict[float, float]:
     """y by x of one line, which is a run or `untrained <run>`, and one seed."""
-    job = plan.place[finding.name, line.removeprefix("untrained "), seed]
+    run = line.removeprefix("untrained ")
+    job = plan.place[finding.name, run, seed]
     known = plan.results.read(job)
     if figure.x == "tokens":
-        return {tokens / 1e6: loss for tokens, loss in known["curve"]}
+        return {tokens / 1e6: loss for tokens, loss in known.get("curve", [])}
     values: dict[str, float | None] = {}
-    for what in job.measures:
-        values |= known["measures"][measure_id(what, plan.scale)]
+    for what in finding.runs[run].measures:
+        values |= known.get("measures", {}).get(measure_id(what, plan.scale), {})
     if figure.x == "layer":
         pattern = r"untrained@(\d+)" if line.startswith("untrained ") else r"probe@(\d+)"
     else:

@@ -16,9 +16,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from model.config import CONF, validate
+from model.config import CONF, UserError, validate
 from model.findings.code_version import TRAINING, code_version
-from model.findings.measure import version
+from model.findings.measure import measure_id
 from model.findings.spec import Finding, Measure, RunSpec, Scale
 from model.training.config import RunConfig
 from model.training.run_dir import extend, write_json
@@ -70,17 +70,13 @@ class Results:
         known = self.read(job).get("measures", {})
         return [measure for measure in job.measures if measure_id(measure, self.scale) not in known]
 
+    def has_failed(self, job: Job) -> bool:
+        """Whether its training, or one that it starts from, diverged: it has no numbers, and will have none."""
+        own = self.read(job).get("diverged") is not None
+        return own or (job.parent is not None and self.has_failed(job.parent))
+
     def is_done(self, job: Job) -> bool:
-        return bool(self.read(job).get("trained")) and not self.missing(job)
-
-
-def measure_id(measure: Measure, scale: Scale) -> str:
-    """What tells the values of two measures apart, the code that made them included."""
-    lengths = ",".join(f"{round(scale.length * multiple)}" for multiple in measure.lengths)
-    budget = {"loss": f"{scale.val_tokens} tokens", "probe": f"{scale.probe_steps} steps"}.get(
-        measure.kind, ""
-    )
-    return f"{measure.kind} {measure.protocol} at {lengths}, {budget}, code {version(measure.kind)}"
+        return self.has_failed(job) or (bool(self.read(job).get("trained")) and not self.missing(job))
 
 
 class Plan:
@@ -122,13 +118,18 @@ class Plan:
         if run.start and parent is None:
             return None
         if (finding.name, name) not in self.tuning:
-            options = [f"{key}={value}" for key, values in run.tune.items() for value in values]
             self.tuning[finding.name, name] = [
-                ([option], self._add(run, f"{name} {option}", seed, parent, [option])) for option in options
+                (option.split(), self._add(run, f"{name} {option}", seed, parent, option.split()))
+                for option in run.tune
             ]
         tried = self.tuning[finding.name, name]
-        losses = [self.results.read(job).get("val_loss", math.nan) for _, job in tried]
+        losses = [self._validation_loss(job) for _, job in tried]
         return None if any(map(math.isnan, losses)) else tried[losses.index(min(losses))][0]
+
+    def _validation_loss(self, job: Job) -> float:
+        """Infinite for a training that diverged, NaN for one that is still to be run."""
+        known = self.results.read(job)
+        return math.inf if "diverged" in known else float(known.get("val_loss", math.nan))
 
     def _add(self, run: RunSpec, name: str, seed: int, parent: Job | None, chosen: list[str]) -> Job:
         config = configure(run, self.scale, seed, parent, chosen)
@@ -145,12 +146,13 @@ class Plan:
 def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen: list[str]) -> RunConfig:
     """The configuration of one training. Raises UserError as the command line would for the same overrides."""
     length = round(scale.length * run.length)
-    micro = max((scale.micro_tokens or scale.batch_tokens) // length, 1)
-    batch_size = max(scale.batch_tokens // (length * micro), 1) * micro
+    batch_tokens = round(scale.batch_tokens * run.batch)
+    micro = max(min(scale.micro_tokens or batch_tokens, batch_tokens) // length, 1)
+    batch_size = max(batch_tokens // (length * micro), 1) * micro
     steps = max(round(scale.tokens * run.tokens / (batch_size * length)), 1)
     overrides = [
         *([] if parent else scale.overrides),
-        *(scale.sizes[run.size] if run.size else []),
+        *_size(run, scale),
         *run.overrides,
         f"model.context_length={length}",
         f"train.batch_size={batch_size}",
@@ -166,6 +168,16 @@ def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen:
         return validate(RunConfig, values)
     keys = [re.split("=", override, maxsplit=1)[0].lstrip("+~") for override in overrides]
     return extend(parent.config, values, keys)
+
+
+def _size(run: RunSpec, scale: Scale) -> list[str]:
+    if run.size is None:
+        return []
+    if run.size not in scale.sizes:
+        raise UserError(
+            f"scale.sizes: has no {run.size}, which a finding asks for; it has {', '.join(scale.sizes)}"
+        )
+    return scale.sizes[run.size]
 
 
 @cache

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from scipy.stats import t as student
 
-from model.findings.jobs import Plan, measure_id
+from model.findings.jobs import Plan
+from model.findings.measure import measure_id
 from model.findings.spec import Claim, Finding
 
 FEWEST_SEEDS = 3
@@ -87,7 +88,9 @@ def value(statistic: Any, look_up: Lookup) -> float:
     ((operation, operands),) = statistic.items()
     if operation == "undefined":
         return float(look_up(operands) is None)
-    return OPERATIONS[operation]([value(operand, look_up) for operand in operands])
+    values = [value(operand, look_up) for operand in operands]
+    # max and min would pass over what is not a number
+    return math.nan if any(map(math.isnan, values)) else OPERATIONS[operation](values)
 
 
 OPERATIONS: dict[str, Callable[[list[float]], float]] = {
@@ -128,8 +131,8 @@ def lookup(finding: Finding, plan: Plan, seed: int) -> Lookup:
         job = plan.place[finding.name, run, seed]
         known = plan.results.read(job)
         values = {key: known.get(key) for key in ("val_loss", "tokens_per_s", "tokens")}
-        for what in job.measures:
+        for what in finding.runs[run].measures:
             values |= known.get("measures", {}).get(measure_id(what, plan.scale), {})
-        return values[result]
+        return values.get(result)
 
     return look_up

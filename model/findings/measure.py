@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 from data import tokenizer
 from data.loader import TokenStream
 from data.synthetic import longest
+from model.config import UserError
 from model.evaluation import bigram, probe, retrieval, shuffle
 from model.evaluation import lengths as loss_at
 from model.evaluation.exact_match import exact_match
@@ -18,7 +20,8 @@ from model.findings.spec import Measure, Scale
 from model.load import Run
 from model.training.device import autocast
 
-PROBE_WINDOWS, PROBE_TEST_WINDOWS, SHUFFLE_WINDOWS = 2400, 64, 256
+PROBE_WINDOWS, PROBE_TEST_WINDOWS, SHUFFLE_WINDOWS, SHUFFLE_DRAWS = 2400, 64, 480, 4
+LOSSES, RETRIEVAL = "losses.json", "retrieval.json"  # what is done of a measure that was stopped
 BATCH_TOKENS, PRECISION = 16384, "fp32"
 Values = dict[str, float | None]  # None: not defined
 
@@ -34,15 +37,41 @@ def measure(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
     exact: `exact_within` and `exact_beyond`, the fraction of words copied without a mistake, over words as long as
     those of training, and over longer ones of up to twice that.
     """
-    return KINDS[what.kind](run, stream, what, scale, folder)
+    return behind(what.kind)[0](run, stream, what, scale, folder)
+
+
+def measure_id(what: Measure, scale: Scale) -> str:
+    """What tells the values of two measures apart, the code that makes them included."""
+    lengths = ",".join(f"{round(scale.length * multiple)}" for multiple in what.lengths)
+    details = {
+        "loss": f" {what.protocol} at {lengths} of {round(scale.length * what.longest)}, {scale.val_tokens} tokens",
+        "retrieval": f" to {lengths}",
+        "probe": f" {scale.probe_steps} steps",
+    }
+    function, modules = behind(what.kind)
+    names = [f"model.evaluation.{name}" for name in modules]
+    version = code_version(f"model.findings.measure:{function.__name__}", *names)
+    return f"{what.kind}{details.get(what.kind, '')}, L {scale.length}, code {version}"
+
+
+def behind(kind: str) -> tuple[Callable[..., Values], tuple[str, ...]]:
+    """The function that takes a measure, and the modules that it does so with."""
+    return {
+        "loss": (losses, ("perplexity", "windows", "lengths")),
+        "retrieval": (retrieved, ("retrieval",)),
+        "probe": (probed, ("probe",)),
+        "shuffle": (shuffled, ("shuffle", "probe")),
+        "bigram": (context_free, ("bigram",)),
+        "exact": (exactly, ("exact_match",)),
+    }[kind]
 
 
 def losses(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
     tokens = {round(scale.length * multiple): multiple for multiple in what.lengths}
-    plan = loss_at.Plan(
-        sorted(tokens), [what.protocol], scale.length // 4, scale.val_tokens, {"L": scale.length}
-    )
-    kept = Kept(folder / "losses.json")
+    note = {"measure": measure_id(what, scale)}
+    longest = round(scale.length * what.longest)
+    plan = loss_at.Plan(sorted(tokens), [what.protocol], scale.length // 4, scale.val_tokens, note, longest)
+    kept = Kept(folder / LOSSES)
     device = next(run.model.parameters()).device
     values: Values = {}
     for row in loss_at.sweep(
@@ -53,8 +82,10 @@ def losses(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: P
         )
         for name, key in (("loss", "loss"), ("ppl", "perplexity"), ("bits", "bits_per_byte")):
             values[name + at] = row.get(key)
+        if row.get("skipped", "").startswith("no document"):
+            raise UserError(f"{stream.folder}: {row['skipped']}, which a finding asks for; give longer texts")
         far = [bucket for bucket in row.get("by_position", []) if bucket["from"] >= scale.length]
-        if far:
+        if far and far[0]["from"] == scale.length:
             n = sum(bucket["tokens"] for bucket in far)
             values["beyond" + at] = sum(bucket["loss"] * bucket["tokens"] for bucket in far) / n
     return values
@@ -69,8 +100,8 @@ def retrieved(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder
                 run,
                 stream,
                 retrieval.evenly_spaced(round(scale.length * multiple)),
-                {"run": "", "trained": scale.length},
-                Kept(folder / "retrieval.json"),
+                {"measure": measure_id(what, scale)},
+                Kept(folder / RETRIEVAL),
                 BATCH_TOKENS,
                 autocast(device, PRECISION),
             )
@@ -96,10 +127,10 @@ def probed(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: P
 
 
 def shuffled(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
-    windows = probe.cut_windows(
-        stream, min(SHUFFLE_WINDOWS, len(stream) // (scale.length + 1)), scale.length + 1
-    )
-    rows = shuffle.shuffle_losses(run.model, windows, seed=0, batch_size=16)
+    count = min(SHUFFLE_WINDOWS, len(stream) // (scale.length + 1))
+    windows = probe.cut_windows(stream, count, scale.length + 1).repeat(SHUFFLE_DRAWS, 1)
+    # other tokens and permutations with each seed, so that its interval is about them too
+    rows = shuffle.shuffle_losses(run.model, windows, seed=run.config.seed, batch_size=16)
     return {f"rise@{row['arm']}": row["rise"] for row in rows if row["arm"] != "none"}
 
 
@@ -117,27 +148,3 @@ def exactly(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
     ]
     beyond = fmean(found[known:])
     return {"exact_within": fmean(found[:known]), "exact_beyond": None if math.isnan(beyond) else beyond}
-
-
-KINDS = {
-    "loss": losses,
-    "retrieval": retrieved,
-    "probe": probed,
-    "shuffle": shuffled,
-    "bigram": context_free,
-    "exact": exactly,
-}
-
-
-def version(kind: str) -> str:
-    """A hash of the code behind a measure."""
-    modules = {
-        "loss": ("perplexity", "windows", "lengths"),
-        "retrieval": ("retrieval",),
-        "probe": ("probe",),
-        "shuffle": ("shuffle", "probe"),
-        "bigram": ("bigram",),
-        "exact": ("exact_match",),
-    }
-    function = f"model.findings.measure:{KINDS[kind].__name__}"
-    return code_version(function, *(f"model.evaluation.{name}" for name in modules[kind]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_atomically
+from model.errors import UserError
 from model.findings.figures import draw
 from model.findings.jobs import Job, Plan
 from model.findings.judge import judge
@@ -63,7 +64,7 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
         "",
         f"Means over seeds {seeds} with 95 % intervals (Student's t), each statistic taken within a seed. A "
         "claim is *reproduced* when its whole interval is as asked, *not reproduced* when all of it is not, else "
-        "*inconclusive*.",
+        "*inconclusive*. The interval is about the seed of a training; texts and exams are the same for all.",
         "",
     ]
     lines += [f"![{figure.stem}]({figure.as_posix()})\n" for figure in figures]
@@ -103,7 +104,7 @@ def measured(claim: dict[str, Any]) -> str:
 def tuning(finding: Finding, plan: Plan) -> list[dict[str, Any]]:
     """A row for each option that was tried."""
     return [
-        {"run": run, "option": " ".join(options), "val_loss": plan.results.read(job)["val_loss"]}
+        {"run": run, "option": " ".join(options), "val_loss": plan.results.read(job).get("val_loss")}
         for (name, run), tried in plan.tuning.items()
         if name == finding.name
         for options, job in tried
@@ -112,7 +113,7 @@ def tuning(finding: Finding, plan: Plan) -> list[dict[str, Any]]:
 
 def cost(jobs: list[Job], plan: Plan) -> dict[str, Any]:
     """What the trainings took: their tokens, and these over the median speed of each, times its threads."""
-    results = [plan.results.read(job) for job in jobs if job.trains]
+    results = [known for job in jobs if "tokens" in (known := plan.results.read(job))]
     hours = [r["tokens"] / r["tokens_per_s"] * r["threads"] / 3600 for r in results]
     machines = sorted({f"{r['environment']['machine']}, torch {r['environment']['torch']}" for r in results})
     return {
@@ -141,5 +142,7 @@ def findings_table(results: Path) -> str:
 def update_readme(readme: Path, results: Path) -> None:
     """Put the table between its marks."""
     text = readme.read_text()
+    if BEGIN not in text or END not in text:
+        raise UserError(f"{readme}: has no lines {BEGIN} and {END}, between which the table of findings goes")
     table = f"{BEGIN}\n{findings_table(results)}\n{END}"
     write_atomically(readme, re.sub(f"{BEGIN}.*?{END}", lambda _: table, text, flags=re.DOTALL).encode())

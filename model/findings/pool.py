@@ -24,6 +24,7 @@ from model.findings.jobs import Job, Plan
 
 SECONDS_BETWEEN_LINES = 30  # where there is no terminal
 TRIES = 2  # of a job whose worker was killed, as happens when memory is short
+SECONDS_TO_SAVE = 60
 MEASURING = 0.15  # of the cost of a training, about
 
 
@@ -72,17 +73,18 @@ def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) 
     with Display() as display:
         try:
             while True:
+                broken = False
                 for key, (_, future) in list(running.items()):
                     if future.done():
                         del running[key]
                         error = future.exception()
-                        if isinstance(
-                            error, BrokenProcessPool
-                        ):  # one was killed, and takes the others with it
-                            failed[key] += 1
-                            pool = new_pool(workers)
-                        elif error is not None:
-                            failed[key] += TRIES
+                        broken |= isinstance(error, BrokenProcessPool)
+                        failed[key] += (
+                            0 if error is None else 1 if isinstance(error, BrokenProcessPool) else TRIES
+                        )
+                if broken:  # a worker was killed, and took the others with it
+                    end_workers(pool)
+                    pool = new_pool(workers)
                 plan = replan()
                 todo = {k: job for k, job in required(plan, work).items() if failed[k] < TRIES}
                 possible = [
@@ -91,8 +93,12 @@ def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) 
                     if key not in running
                     and (job.parent is None or has_weights(weights_of(job.parent), work))
                 ]
-                # the longest first, so that no core waits at the end
-                for job in sorted(possible, key=cost, reverse=True)[: workers - len(running)]:
+                # the longest first, so that no core waits at the end; one that may have broken a pool, alone
+                possible.sort(key=lambda job: (failed[job.key], -cost(job)))
+                while possible and len(running) < workers and not any(failed[key] for key in running):
+                    if failed[possible[0].key] and running:
+                        break
+                    job = possible.pop(0)
                     with starting():
                         running[job.key] = (job, pool.submit(do, describe(job, plan, work, threads)))
                 if not running:
@@ -100,14 +106,23 @@ def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) 
                 display.show(plan, [job for job, _ in running.values()], list(todo.values()), work)
                 wait([future for _, future in running.values()], 1, FIRST_COMPLETED)
         finally:
-            for worker in active_children():
-                worker.terminate()  # which saves, in a training
-            pool.shutdown(cancel_futures=True)
+            end_workers(pool)
     lost = [key for key, count in failed.items() if count >= TRIES]
     if lost:
         logs = ", ".join(str(work / key / "log.txt") for key in lost)
         raise RunFailed(f"{len(lost)} of {len(plan.jobs)} runs failed; the reasons are at the end of {logs}")
     return plan
+
+
+def end_workers(pool: ProcessPoolExecutor) -> None:
+    """Each is asked to stop, which saves in a training, and killed when it does not."""
+    workers = active_children()
+    for worker in workers:
+        worker.terminate()
+    for worker in workers:
+        worker.join(SECONDS_TO_SAVE)
+        worker.kill()
+    pool.shutdown(cancel_futures=True)
 
 
 def new_pool(workers: int) -> ProcessPoolExecutor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from model.config import CONF, Strict, nearest, validate
 
@@ -31,11 +32,19 @@ class Scale(Strict):
     micro_tokens: PositiveInt | None = None  # of a forward; null: all of a step
     val_tokens: PositiveInt | None  # scored by each measure of loss; null: the whole split
     probe_steps: PositiveInt  # of the classifiers that look for positions in hidden states
-    seeds: list[int]
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)]
     judged: bool  # false where runs are too small for a verdict
     overrides: list[str]  # of every run
     sizes: dict[str, list[str]]  # overrides of smaller models
     note: str = ""  # shown on each page, such as an estimate of cost
+
+    @model_validator(mode="after")
+    def _seeds_differ(self) -> Scale:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(
+                f"scale.seeds={self.seeds}: the same seed twice is no second run; give different ones"
+            )
+        return self
 
 
 class Measure(Strict):
@@ -44,6 +53,7 @@ class Measure(Strict):
     kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram", "exact"]
     lengths: list[PositiveFloat] = Field([1.0])  # multiples of the scale's L
     protocol: Literal["non_overlapping", "sliding", "last"] = "non_overlapping"
+    longest: PositiveFloat = 1.0  # that of the finding, so that all its losses are of the same tokens
 
     def names(self) -> set[str]:
         """The names of what it gives."""
@@ -61,16 +71,18 @@ class Measure(Strict):
 class RunSpec(Strict):
     """A training, or with `tokens: 0` and `start` another way to read the weights of one, such as a scaling.
 
-    `start` names the run whose weights it starts from. `tune` holds overrides to choose from by validation loss on
-    the scale's first seed; another run can use what was chosen by naming this one in `tuned_as`.
+    `start` names the run whose weights it starts from. `tune` holds options, each some overrides, to choose from by
+    validation loss on the scale's first seed; another run can use what was chosen by naming this one in `tuned_as`.
+    `batch` is a part of the scale's tokens of a step.
     """
 
     overrides: list[str] = Field([])
     length: PositiveFloat = 1.0
     tokens: NonNegativeFloat = 1.0
+    batch: PositiveFloat = 1.0
     size: str | None = None  # one of the scale's sizes
     start: str | None = None
-    tune: dict[str, list[float]] = Field({})
+    tune: list[str] = Field([])
     tuned_as: str | None = None
     validations: PositiveInt = 1  # over a training, evenly spaced
     measures: list[Measure] = Field([])
@@ -102,6 +114,12 @@ class Claim(Strict):
         """The results that the statistic is made of, as `run.result`."""
         return _operands(self.statistic)
 
+    @model_validator(mode="after")
+    def _asks_for_something(self) -> Claim:
+        if self.below == math.inf and self.above == -math.inf:
+            raise ValueError(f"claim {self.id}: neither below nor above; every number would do")
+        return self
+
 
 class Figure(Strict):
     """`x` is the length that was evaluated, the tokens of training, or the layer of a probe."""
@@ -117,13 +135,33 @@ class Finding(Strict):
     title: str
     paper: str
     differs: str  # from the paper
+    longest: PositiveFloat  # window of any of its measures of loss, in multiples of L
     runs: dict[str, RunSpec]
     claims: list[Claim]
     figures: list[Figure] = Field([])
 
+    @model_validator(mode="before")
+    @classmethod
+    def _losses_are_of_the_same_tokens(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Every measure gets the finding's longest window."""
+        values = copy.deepcopy(values)
+        for run in values.get("runs", {}).values():
+            for measure in (run or {}).get("measures", []):
+                measure["longest"] = values.get("longest")
+        return values
+
     @model_validator(mode="after")
     def _names_exist(self) -> Finding:
         for name, run in self.runs.items():
+            asked = max((length for measure in run.measures for length in measure.lengths), default=0)
+            if asked > self.longest:
+                raise ValueError(f"runs.{name}: {asked:g} L is above longest, {self.longest:g} L; raise that")
+            seen, ancestor = {name}, run.start
+            while ancestor in self.runs:
+                if ancestor in seen:
+                    raise ValueError(f"runs.{name}: starts from itself")
+                seen.add(ancestor)
+                ancestor = self.runs[ancestor].start
             for other in (run.start, run.tuned_as):
                 if other and other not in self.runs:
                     raise ValueError(f"runs.{name}: there is no run {other}{nearest(other, self.runs)}")
@@ -153,7 +191,13 @@ def _operands(statistic: Any) -> list[str]:
         return []
     if not set(statistic) <= OPERATIONS or len(statistic) != 1:
         raise ValueError(f"statistic {statistic}: expected one of {', '.join(sorted(OPERATIONS))}")
-    parts = [part for part in statistic.values() for part in (part if isinstance(part, list) else [part])]
+    ((operation, parts),) = statistic.items()
+    if operation == "undefined":
+        if not isinstance(parts, str):
+            raise ValueError(f"undefined: {parts}: expected the name of a result")
+        return [parts]
+    if not isinstance(parts, list) or not parts or (operation in {"ratio", "difference"} and len(parts) != 2):
+        raise ValueError(f"{operation}: {parts}: expected a list, of two for ratio and difference")
     return [name for part in parts for name in _operands(part)]
 
 

@@ -11,9 +11,9 @@ import torch
 import train
 from data.loader import TokenStream
 from data.prepare import prepare
-from model.config import validate
-from model.findings.jobs import Job, Results, measure_id
-from model.findings.measure import measure
+from model.config import RunFailed, validate
+from model.findings.jobs import Job, Results
+from model.findings.measure import LOSSES, RETRIEVAL, measure, measure_id
 from model.findings.pool import has_weights
 from model.findings.spec import Measure, Scale
 from model.load import Run, build_model
@@ -31,37 +31,50 @@ def main(what: dict[str, Any]) -> None:
     folder = prepare(config.data, config.tokenizer.name)
     own, weights = Path(what["work"]) / job.key, Path(what["weights"])
     own.mkdir(parents=True, exist_ok=True)
-    if not results.read(job).get("trained") or (job.trains and not has_weights(job, Path(what["work"]))):
-        found: dict[str, Any] = {
-            "name": job.name,
-            "trained": True,
-            "trains": job.trains,
-            "threads": what["threads"],
-            "environment": run_dir.environment(),
-            "config": config.model_dump(mode="json", exclude={"run_dir", "resume", "init_from"}),
-        }
-        if job.trains:
-            found |= trained(config.model_copy(update={"init_from": what["parent"]}), own, folder)
-        results.add(job, **found)
+    with run_dir.lock(own):
+        if not results.read(job).get("trained") or (job.trains and not has_weights(job, Path(what["work"]))):
+            found: dict[str, Any] = {
+                "name": job.name,
+                "trained": True,
+                "trains": job.trains,
+                "threads": what["threads"],
+                "environment": run_dir.environment(),
+                "data": {split: TokenStream(folder, split).fingerprint() for split in ("train", "val")},
+                "config": config.model_dump(mode="json", exclude={"run_dir", "resume", "init_from"}),
+                "measures": {},  # those of weights that were lost belong to these no more
+            }
+            if job.trains:
+                for kept in (LOSSES, RETRIEVAL):
+                    (own / kept).unlink(missing_ok=True)
+                try:
+                    found |= trained(config.model_copy(update={"init_from": what["parent"]}), own, folder)
+                except RunFailed as error:
+                    results.add(job, **found, diverged=str(error))
+                    return
+            results.add(job, **found)
+        measured(job, results, weights, folder, own)
+
+
+def measured(job: Job, results: Results, weights: Path, folder: Path, own: Path) -> None:
+    """Take the measures that are missing, each kept at once."""
     state = checkpoint.read_newest(weights, print)
     assert state is not None, weights
-    model = build_model(config)
+    model = build_model(job.config)
     checkpoint.load_weights(model, state, weights)
-    run = Run(config, model.eval(), state["step"], state["data"])
+    run = Run(job.config, model.eval(), state["step"], state["data"])
     stream = TokenStream(folder, "val")
     for missing in results.missing(job):
-        values = measure(run, stream, missing, scale, own)
+        values = measure(run, stream, missing, results.scale, own)
         known = results.read(job).get("measures", {})
-        results.add(job, measures=known | {measure_id(missing, scale): values})
+        results.add(job, measures=known | {measure_id(missing, results.scale): values})
 
 
 def trained(config: RunConfig, path: Path, folder: Path) -> dict[str, Any]:
     """Train in `path`, or on from its newest checkpoint; the curve of validation and what it took."""
-    with run_dir.lock(path):
-        loader = train.make_loader(config, TokenStream(folder, "train"))
-        state = checkpoint.read_newest(path, print)
-        if state is None or state["step"] < config.train.steps:
-            train.train(config, path, loader, TokenStream(folder, "val"))
+    loader = train.make_loader(config, TokenStream(folder, "train"))
+    state = checkpoint.read_newest(path, print)
+    if state is None or state["step"] < config.train.steps:
+        train.train(config, path, loader, TokenStream(folder, "val"))
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     validations = [row for row in rows if "val/loss" in row]
     speed = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)

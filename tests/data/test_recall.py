@@ -71,6 +71,21 @@ def test_without_the_pair_the_value_is_one_of_sixteen() -> None:
         assert count / n == pytest.approx(CHANCE, abs=0.01), rule
 
 
+def test_text_has_no_pairs_of_its_own() -> None:
+    """The quotation mark and the ligature of the King James Bible are made of such tokens."""
+    text = np.frombuffer("the LORD\u2019s house, Jair C\u00e6sar. ".encode() * 20, dtype=np.uint8).astype(
+        np.int64
+    )
+    for seed in range(20):
+        window, answer = RECALL.exam(text, np.random.default_rng(seed))
+        assert len(marks(window)) == N_KEYS and answer == window[LEAD]
+        lesson = RECALL.lesson(text, np.random.default_rng(seed))
+        assert all(lesson[place - 1] == RECALL.questions[key] for place, key, _ in marks(lesson)[-1:])
+        assert len({key: value for _, key, value in marks(lesson)}) == len(
+            {(k, v) for _, k, v in marks(lesson)}
+        )
+
+
 def test_every_tokenizer_has_the_characters() -> None:
     for name in ("bytes", "gpt2_1k", "gpt2_2k", "gpt2"):
         recall = Recall(name)

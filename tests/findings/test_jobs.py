@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 
 from model.config import RunFailed, validate
 from model.findings import code_version as versions
-from model.findings.jobs import Job, Plan, Results, measure_id
+from model.findings.jobs import Job, Plan, Results
+from model.findings.judge import lookup
+from model.findings.measure import measure_id
 from model.findings.pool import required, run_all, weights_of
 from model.findings.spec import Finding, Scale
 
@@ -30,7 +33,15 @@ TINY: dict[str, Any] = {
 
 
 def finding(name: str, **runs: dict[str, Any]) -> Finding:
-    values = {"name": name, "title": name, "paper": "p", "differs": "d", "runs": runs, "claims": []}
+    values = {
+        "name": name,
+        "title": name,
+        "paper": "p",
+        "differs": "d",
+        "longest": 4,
+        "runs": runs,
+        "claims": [],
+    }
     return validate(Finding, values)
 
 
@@ -85,15 +96,21 @@ def test_code_version_is_about_what_is_computed(tmp_path: Path, monkeypatch: pyt
 def test_tuning_decides_about_all_seeds(tmp_path: Path) -> None:
     tuned = finding(
         "a",
-        rope={"overrides": ["position=rope"], "tune": {"optim.muon_lr": [0.01, 0.02, 0.03]}},
+        rope={
+            "overrides": ["position=rope"],
+            "tune": [f"optim.muon_lr={r} optim.lr={r / 10}" for r in (0.01, 0.02, 0.03)],
+        },
         half={"overrides": ["position=rope"], "length": 0.5, "tuned_as": "rope"},
         child={"start": "rope", "tokens": 0.5},
     )
     before = plan(tmp_path, tuned)
     assert before.waiting == 6 and len(before.jobs) == 3
     for (options, job), loss in zip(before.tuning["a", "rope"], (2.0, 1.5, 1.9), strict=True):
-        assert options == [f"optim.muon_lr={job.config.optim.muon_lr}"]
+        assert options == [f"optim.muon_lr={job.config.optim.muon_lr}", f"optim.lr={job.config.optim.lr}"]
         before.results.add(job, val_loss=loss)
+    diverged = before.tuning["a", "rope"][0][1]
+    before.results.file(diverged).unlink()
+    before.results.add(diverged, trained=True, diverged="loss is nan")
     after = plan(tmp_path, tuned)
     assert after.waiting == 0
     assert {job.config.optim.muon_lr for job in after.place.values()} == {0.02}
@@ -167,4 +184,36 @@ def test_what_was_measured_by_other_code_or_on_other_tokens_is_measured_again(tm
     first = again.results.read(next(iter(again.jobs.values())))
     run_tiny(tmp_path, found, seeds=[0], val_tokens=400)
     second = again.results.read(next(iter(again.jobs.values())))
-    assert len(second["measures"]) == 2 and second["curve"] == first["curve"]
+    (old, new), fresh = second["measures"].values(), tmp_path / "fresh"
+    assert second["curve"] == first["curve"] and old != new
+    (wanted,) = (
+        run_tiny(fresh, found, seeds=[0], val_tokens=400)
+        .results.read(next(iter(again.jobs.values())))["measures"]
+        .values()
+    )
+    assert new == wanted
+
+
+def test_lost_weights_are_trained_again_and_their_measures_taken_again(tmp_path: Path) -> None:
+    found = finding("a", rope={"overrides": ["position=rope"], "measures": [LOSS]})
+    child = {"start": "rope", "tokens": 0.5}
+    made = run_tiny(tmp_path, found, seeds=[0])
+    rope = next(iter(made.jobs.values()))
+    first = made.results.read(rope)
+    made.results.add(rope, measures={name: {"loss@1L": 99.0} for name in first["measures"]})
+    shutil.rmtree(tmp_path / "work")
+    found = finding(
+        "a", rope=found.runs["rope"].model_dump(exclude={"measures"}) | {"measures": [LOSS]}, child=child
+    )
+    run_tiny(tmp_path, found, seeds=[0])
+    assert made.results.read(rope)["measures"] == first["measures"]
+
+
+def test_what_diverged_is_not_run_again_and_has_no_numbers(tmp_path: Path) -> None:
+    found = finding(
+        "a", none={"overrides": ["position=none"], "measures": [LOSS]}, child={"start": "none", "tokens": 0.5}
+    )
+    made = plan(tmp_path, found, seeds=[0])
+    made.results.add(made.place["a", "none", 0], trained=True, diverged="loss is nan")
+    assert required(made, tmp_path / "work") == {}
+    assert lookup(found, made, 0)("none.loss@1L") is None

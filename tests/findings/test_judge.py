@@ -6,12 +6,21 @@ import math
 from typing import Any
 
 import pytest
+import yaml
 
 from model.config import UserError, validate
 from model.findings.judge import decide, interval, text, threshold, value
-from model.findings.spec import FINDINGS, Claim, Finding, Measure, RunSpec, read_finding
+from model.findings.spec import FINDINGS, Claim, Finding, Measure, RunSpec, Scale, read_finding
+from tests.conftest import ROOT
 
 KNOWN = {"a.ppl@1L": 20.0, "a.ppl@2L": 19.0, "a.ppl@4L": 22.0, "b.loss": 3.0, "c.loss": None}
+
+
+def test_a_scale_has_different_seeds() -> None:
+    scale = yaml.safe_load((ROOT / "conf/scale/smoke.yaml").read_text())
+    for seeds, says in (([1, 1], "the same seed twice"), ([], "scale.seeds=")):
+        with pytest.raises(UserError, match=says):
+            validate(Scale, scale | {"seeds": seeds}, prefix="scale.")
 
 
 def claim(**changes: Any) -> Claim:
@@ -34,7 +43,12 @@ def test_statistics(statistic: dict[str, Any], wanted: float, written: str) -> N
 
 
 def test_what_is_not_defined_makes_no_number() -> None:
-    assert math.isnan(value({"ratio": ["c.loss", "b.loss"]}, KNOWN.__getitem__))
+    for statistic in (
+        {"ratio": ["c.loss", "b.loss"]},
+        {"max": ["b.loss", "c.loss"]},
+        {"min": ["c.loss", "b.loss"]},
+    ):
+        assert math.isnan(value(statistic, KNOWN.__getitem__))
 
 
 def test_interval_is_students() -> None:
@@ -73,7 +87,15 @@ def finding(**changes: Any) -> dict[str, Any]:
     runs = {"a": {"measures": [{"kind": "loss", "lengths": [1, 2]}]}, "b": {"start": "a", "tokens": 0.1}}
     claims = [{"id": "A", "sentence": "s", "source": "t", "why": "w", "below": 1.0,
                "statistic": {"ratio": ["a.ppl@2L", "a.ppl@1L"]}}]  # fmt: skip
-    return {"name": "f", "title": "t", "paper": "p", "differs": "d", "runs": runs, "claims": claims} | changes
+    return {
+        "name": "f",
+        "title": "t",
+        "paper": "p",
+        "differs": "d",
+        "longest": 2,
+        "runs": runs,
+        "claims": claims,
+    } | changes
 
 
 @pytest.mark.parametrize(("changes", "says"), [
@@ -84,6 +106,11 @@ def finding(**changes: Any) -> dict[str, Any]:
      "claim A: a gives no ppl@3L; did you mean"),
     ({"claims": finding()["claims"] * 2}, "claims: two have the same id"),
     ({"claims": [finding()["claims"][0] | {"statistic": {"quotient": [1, 2]}}]}, "quotient"),
+    ({"claims": [finding()["claims"][0] | {"statistic": {"ratio": ["a.ppl@2L"]}}]}, "expected a list, of two"),
+    ({"claims": [finding()["claims"][0] | {"statistic": {"undefined": ["a.ppl@2L"]}}]}, "expected the name of"),
+    ({"claims": [finding()["claims"][0] | {"below": math.inf}]}, "claim A: neither below nor above"),
+    ({"longest": 1}, "runs.a: 2 L is above longest, 1 L; raise that"),
+    ({"runs": {"a": {"start": "b"}, "b": {"start": "a"}}, "claims": []}, "runs.a: starts from itself"),
     ({"figures": [{"title": "t", "x": "length", "runs": ["z"]}]}, "figures: there is no run z"),
 ])  # fmt: skip
 def test_mistakes_in_a_finding_are_said_before_anything_runs(changes: dict[str, Any], says: str) -> None:

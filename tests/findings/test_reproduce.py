@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def curves(place: Path) -> dict[str, list[list[float]]]:
+def numbers(place: Path) -> dict[str, Any]:
     files = sorted((place / "results/smoke/runs").glob("*.json"))
-    return {file.stem: json.loads(file.read_text()).get("curve", []) for file in files}
+    results = {file.stem: json.loads(file.read_text()) for file in files}
+    return {key: (result.get("curve"), result["measures"]) for key, result in results.items()}
 
 
 def test_every_finding_has_its_page_json_and_figures(done: Path) -> None:
@@ -89,7 +91,7 @@ def test_killed_at_any_instant_it_ends_with_the_same_numbers(done: Path, tmp_pat
         os.kill(process.pid, signal.SIGKILL if seconds % 2 else signal.SIGTERM)
         process.wait()
     reproduce(tmp_path)
-    assert curves(tmp_path) == curves(done)
+    assert numbers(tmp_path) == numbers(done)
 
 
 def test_readme_has_the_findings_as_they_were_judged() -> None:
