@@ -509,6 +509,21 @@ def test_run_is_extended_and_goes_on_by_itself(place: Path) -> None:
     )
 
 
+def test_scalings_are_swept_with_the_keys_of_their_group(place: Path) -> None:
+    said = run(
+        "train.py",
+        "-m",
+        *ON_TEXT,
+        "position/scaling=linear,ntk",
+        "position.scaling.factor=4",
+        "train.steps=1",
+        cwd=place,
+    ).stdout
+    assert (
+        said.count("position.scaling.factor=4") == 4 and "position/scaling=ntk" in said
+    )  # each job, and the table
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -15,6 +15,7 @@ from model.evaluation import bigram, probe, retrieval, shuffle
 from model.evaluation import lengths as loss_at
 from model.evaluation.exact_match import exact_match
 from model.evaluation.kept import Kept
+from model.evaluation.score_bound import bound_ratio
 from model.findings.code_version import code_version
 from model.findings.spec import Measure, Scale
 from model.load import Run
@@ -34,6 +35,7 @@ def measure(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
     multiple of L, and `found@4L`, the fraction of keys found within it. probe: mean absolute distance over L of
     the best guess of a position, `probe@3` by layer, and `untrained@3` for the same model before training. shuffle:
     `rise@keep_1`, what it costs in nats to permute the prefix but for its last token. bigram: `bigram_loss`.
+    bound: `bound_ratio` of RoPE's scores beyond the window and interpolated.
     exact: `exact_within` and `exact_beyond`, the fraction of words copied without a mistake, over words as long as
     those of training, and over longer ones of up to twice that.
     """
@@ -62,6 +64,7 @@ def behind(kind: str) -> tuple[Callable[..., Values], tuple[str, ...]]:
         "probe": (probed, ("probe",)),
         "shuffle": (shuffled, ("shuffle", "probe")),
         "bigram": (context_free, ("bigram",)),
+        "bound": (bounded, ("score_bound",)),
         "exact": (exactly, ("exact_match",)),
     }[kind]
 
@@ -137,6 +140,11 @@ def shuffled(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder:
 def context_free(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
     vocab_size = tokenizer.vocab_size(run.config.tokenizer.name)
     return {"bigram_loss": bigram.bigram_loss(TokenStream(stream.folder, "train"), stream, vocab_size)}
+
+
+def bounded(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    base = float(run.config.position["base"])
+    return {"bound_ratio": bound_ratio(run.config.model.dims.head_dim, base, scale.length)}
 
 
 def exactly(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:

@@ -18,6 +18,7 @@ FIXED_NAMES = {
     "probe": {"probe_embeddings", "probe_best", "probe_last", "untrained_best"},
     "shuffle": {"rise@all", "rise@keep_1", "rise@keep_8"},
     "bigram": {"bigram_loss"},
+    "bound": {"bound_ratio"},
     "exact": {"exact_within", "exact_beyond"},
 }
 
@@ -50,7 +51,7 @@ class Scale(Strict):
 class Measure(Strict):
     """What is measured on a finished run. Results have the names that `measure.py` gives them."""
 
-    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram", "exact"]
+    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram", "exact", "bound"]
     lengths: list[PositiveFloat] = Field([1.0])  # multiples of the scale's L
     protocol: Literal["non_overlapping", "sliding", "last"] = "non_overlapping"
     longest: PositiveFloat = 1.0  # that of the finding, so that all its losses are of the same tokens
