@@ -205,6 +205,7 @@ def shown(row: Row) -> Row:
 def changed(scaling: dict[str, Any] | None, logit_scale: str | None) -> list[str]:
     """Names of what took the place of the run's own, for its label."""
     names = [] if scaling is None else [str(scaling["_target_"]).rpartition(".")[2]]
+    names = ["unscaled" if name == "Scaling" else name for name in names]  # position/scaling=none
     if scaling and "factor" in scaling:
         names[0] += f"({scaling['factor']:g})"
     return names + ([f"logits {logit_scale}"] if logit_scale else [])

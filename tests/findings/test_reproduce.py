@@ -19,6 +19,7 @@ from model.findings.spec import FINDINGS, read_finding
 from tests.conftest import ROOT
 from tests.test_cli import ENVIRONMENT
 
+pytestmark = pytest.mark.xdist_group("reproduce")  # one process has the folder in which all has been run
 COMMAND = [sys.executable, str(ROOT / "scripts/reproduce.py")]
 
 
