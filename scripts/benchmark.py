@@ -18,6 +18,7 @@ from model.config import CONF, GPTConfig, Strict, UserError, validate
 
 FILES = {path.stem: path for path in sorted((CONF / "position").glob("*.yaml"))}
 # NoPE first, for the others are compared with it
+LONGEST_BIAS = 8192  # tokens: about a gigabyte with four heads
 POSITIONS = {
     name: {k: v for k, v in yaml.safe_load(FILES[name].read_text()).items() if k != "defaults"}
     for name in sorted(FILES, key=lambda n: n != "none")
@@ -101,6 +102,16 @@ def build_gpt(config: BenchmarkConfig, shape: GPTConfig, position: str, device: 
 
     torch.manual_seed(0)
     return GPT(shape, config.vocab_size, build(POSITIONS[position], shape.dims)).to(device)
+
+
+def has_bias(model: Any) -> bool:
+    """Whether its encoding adds a number to each score, and so needs one for every query and key."""
+    import torch
+
+    from model.position import Span
+
+    place = torch.arange(2, device=next(model.parameters()).device)
+    return model.position.score_bias(model.position.prepare(Span(place, place, 2))) is not None
 
 
 def training_step(config: BenchmarkConfig, model: Any, device: Any, precision: str) -> Callable[[], None]:
@@ -229,6 +240,13 @@ def evaluate_variants(config: BenchmarkConfig, shape: GPTConfig, device: Any) ->
         return run
 
     models = {name: build_gpt(config, shape, name, device).eval() for name in POSITIONS}
+    for name in [
+        name for name, model in models.items() if has_bias(model) and len(ids[0]) > LONGEST_BIAS + 1
+    ]:
+        print(
+            f"{name} is left out: memory for its bias grows with the square of context_length={ids.shape[1] - 1}"
+        )
+        del models[name]
     plain = models["none"]
     x_TC = torch.randn(config.context_length, config.n_embd, device=device)
 
