@@ -22,6 +22,7 @@ from data.workers import end_with_parent, starting
 from model.errors import RunFailed
 from model.findings.jobs import Job, Plan
 
+SECONDS_BETWEEN_LOOKS = 5  # at how far trainings are; one that ends is noticed at once
 SECONDS_BETWEEN_LINES = 30  # where there is no terminal
 TRIES = 2  # of a job whose worker was killed, as happens when memory is short
 SECONDS_TO_SAVE = 60
@@ -104,7 +105,7 @@ def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) 
                 if not running:
                     break
                 display.show(plan, [job for job, _ in running.values()], list(todo.values()), work)
-                wait([future for _, future in running.values()], 1, FIRST_COMPLETED)
+                wait([future for _, future in running.values()], SECONDS_BETWEEN_LOOKS, FIRST_COMPLETED)
         finally:
             end_workers(pool)
     lost = [key for key, count in failed.items() if count >= TRIES]
