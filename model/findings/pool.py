@@ -71,13 +71,15 @@ def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) 
     pool = new_pool(workers)
     running: dict[str, tuple[Job, Future[None]]] = {}
     failed: Counter[str] = Counter()
+    finished: dict[str, int] = {}  # jobs to the number of their measures
     with Display() as display:
         try:
             while True:
                 broken = False
-                for key, (_, future) in list(running.items()):
+                for key, (job, future) in list(running.items()):
                     if future.done():
                         del running[key]
+                        finished[key] = len(job.measures)
                         error = future.exception()
                         broken |= isinstance(error, BrokenProcessPool)
                         failed[key] += (
@@ -87,6 +89,17 @@ def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) 
                     end_workers(pool)
                     pool = new_pool(workers)
                 plan = replan()
+                for key, job in plan.jobs.items():
+                    if (
+                        finished.get(key) == len(job.measures)
+                        and not failed[key]
+                        and not plan.results.is_done(job)
+                    ):
+                        failed[key] += TRIES  # or it would be run for ever
+                        with open(work / key / "log.txt", "a") as log:
+                            log.write(
+                                "Results are not as asked; was code changed while it ran? Give the command again\n"
+                            )
                 todo = {k: job for k, job in required(plan, work).items() if failed[k] < TRIES}
                 possible = [
                     job

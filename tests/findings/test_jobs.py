@@ -217,3 +217,15 @@ def test_what_diverged_is_not_run_again_and_has_no_numbers(tmp_path: Path) -> No
     made.results.add(made.place["a", "none", 0], trained=True, diverged="loss is nan")
     assert required(made, tmp_path / "work") == {}
     assert lookup(found, made, 0)("none.loss@1L") is None
+
+
+def test_code_that_changes_under_a_run_does_not_run_it_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process read the code before the change, its workers after it: they name their measures otherwise."""
+    monkeypatch.setattr("model.findings.jobs.measure_id", lambda what, scale: "of other code")
+    found = finding("a", none={"overrides": ["position=none"], "measures": [LOSS]})
+    with pytest.raises(RunFailed, match="1 of 1 runs failed"):
+        run_tiny(tmp_path, found, seeds=[0])
+    (log,) = (tmp_path / "work").glob("*/log.txt")
+    assert "was code changed while it ran?" in log.read_text()
