@@ -11,7 +11,7 @@ from data import tokenizer
 from data.loader import TokenStream
 from data.synthetic import longest
 from model.config import UserError
-from model.evaluation import bigram, probe, retrieval, shuffle
+from model.evaluation import bigram, memory, probe, retrieval, scores, shuffle
 from model.evaluation import lengths as loss_at
 from model.evaluation.exact_match import exact_match
 from model.evaluation.kept import Kept
@@ -35,7 +35,9 @@ def measure(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
     multiple of L, and `found@4L`, the fraction of keys found within it. probe: mean absolute distance over L of
     the best guess of a position, `probe@3` by layer, and `untrained@3` for the same model before training. shuffle:
     `rise@keep_1`, what it costs in nats to permute the prefix but for its last token. bigram: `bigram_loss`.
-    bound: `bound_ratio` of RoPE's scores beyond the window and interpolated.
+    bound: `bound_ratio` of RoPE's scores beyond the window and interpolated. scores: `score_within` and
+    `score_beyond`, the largest |q k| / sqrt(d) of windows of the finding's longest, at distances below L and from L.
+    memory: `saved_mb`, what a training step of the run keeps for its backward pass, in MB.
     exact: `exact_within` and `exact_beyond`, the fraction of words copied without a mistake, over words as long as
     those of training, and over longer ones of up to twice that.
     """
@@ -49,6 +51,7 @@ def measure_id(what: Measure, scale: Scale) -> str:
         "loss": f" {what.protocol} at {lengths} of {round(scale.length * what.longest)}, {scale.val_tokens} tokens",
         "retrieval": f" to {lengths}",
         "probe": f" {scale.probe_steps} steps",
+        "scores": f" of {round(scale.length * what.longest)}",
     }
     function, modules = behind(what.kind)
     names = [f"model.evaluation.{name}" for name in modules]
@@ -65,6 +68,8 @@ def behind(kind: str) -> tuple[Callable[..., Values], tuple[str, ...]]:
         "shuffle": (shuffled, ("shuffle", "probe")),
         "bigram": (context_free, ("bigram",)),
         "bound": (bounded, ("score_bound",)),
+        "scores": (scored, ("scores",)),
+        "memory": (remembered, ("memory",)),
         "exact": (exactly, ("exact_match",)),
     }[kind]
 
@@ -145,6 +150,19 @@ def context_free(run: Run, stream: TokenStream, what: Measure, scale: Scale, fol
 def bounded(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
     base = float(run.config.position["base"])
     return {"bound_ratio": bound_ratio(run.config.model.dims.head_dim, base, scale.length)}
+
+
+def scored(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    windows = probe.cut_windows(stream, scores.WINDOWS, round(scale.length * what.longest))
+    within, beyond = scores.largest_scores(run.model, windows, scale.length)
+    return {"score_within": within, "score_beyond": beyond}
+
+
+def remembered(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    train, length = run.config.train, run.config.model.context_length
+    windows = probe.cut_windows(stream, train.micro_batch_size or train.batch_size, length)
+    precision = autocast(next(run.model.parameters()).device, train.precision)
+    return {"saved_mb": memory.saved_bytes(run.model, windows, precision) / 1e6}
 
 
 def exactly(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:

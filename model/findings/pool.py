@@ -152,6 +152,9 @@ def do(description: str) -> None:
     with open(file, "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
         try:
             main(what)
+        except SystemExit:  # a training that was asked to stop, and saved; the pool would keep the process
+            log.flush()
+            os._exit(1)
         except BaseException as error:
             traceback.print_exc()
             raise RunFailed(str(error)) from None

@@ -19,6 +19,8 @@ FIXED_NAMES = {
     "shuffle": {"rise@all", "rise@keep_1", "rise@keep_8"},
     "bigram": {"bigram_loss"},
     "bound": {"bound_ratio"},
+    "scores": {"score_within", "score_beyond"},
+    "memory": {"saved_mb"},
     "exact": {"exact_within", "exact_beyond"},
 }
 
@@ -51,7 +53,7 @@ class Scale(Strict):
 class Measure(Strict):
     """What is measured on a finished run. Results have the names that `measure.py` gives them."""
 
-    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram", "exact", "bound"]
+    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram", "exact", "bound", "scores", "memory"]
     lengths: list[PositiveFloat] = Field([1.0])  # multiples of the scale's L
     protocol: Literal["non_overlapping", "sliding", "last"] = "non_overlapping"
     longest: PositiveFloat = 1.0  # that of the finding, so that all its losses are of the same tokens

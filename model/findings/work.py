@@ -20,6 +20,8 @@ from model.load import Run, build_model
 from model.training import checkpoint, run_dir
 from model.training.config import RunConfig
 
+FIRST_STEPS = 10  # whose losses are kept, for a test to repeat
+
 
 def main(what: dict[str, Any]) -> None:
     """Train unless that is done, then take each measure that is missing; every result is kept at once."""
@@ -79,6 +81,7 @@ def trained(config: RunConfig, path: Path, folder: Path) -> dict[str, Any]:
     validations = [row for row in rows if "val/loss" in row]
     speed = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)
     return {
+        "first_losses": [[row["step"], row["train/loss"]] for row in rows if row["step"] <= FIRST_STEPS],
         "val_loss": validations[-1]["val/loss"],
         "curve": [[row["tokens"], row["val/loss"]] for row in validations],
         "tokens": rows[-1]["tokens"],
