@@ -19,8 +19,8 @@ def largest_scores(model: GPT, windows_WT: Tensor, trained_length: int) -> tuple
     """The largest |q k| / sqrt(d) over layers, heads and windows (W, T), at two ranges of distance.
 
     The first is of keys nearer than `trained_length`, the second of those as far or farther (0 where a window has
-    none). Only the encoding's rotation and the logit scale are in it: a score bias, which is no product, is not.
-    Chen et al. 2023 (arXiv 2306.15595, section 2.2) ask whether it stays bounded beyond the window.
+    none). What an encoding puts into queries and keys is in it, as RoPE and ALiBi do; a dense bias is not. Chen
+    et al. 2023 (arXiv 2306.15595, section 2.2) ask whether scores stay bounded beyond the window.
     """
     T = windows_WT.shape[1]
     place_T = torch.arange(T, device=windows_WT.device)
