@@ -6,6 +6,10 @@ from __future__ import annotations
 class UserError(ValueError):
     """Something the user can put right: entry points print it as one sentence and exit with code 2."""
 
+    said = False  # by another process of the same training
+
 
 class RunFailed(RuntimeError):
     """A run that cannot go on through no slip of the keyboard: printed as one sentence, exit code 1."""
+
+    said = False

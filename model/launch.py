@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from model.config import CONF, RunFailed, UserError, flat_keys, nearest
 
 # values that are free text, which Hydra's grammar would otherwise split at commas, equals signs and quotes
 FREE_TEXT = ("prompt", "data.prompt", "run", "run_dir", "resume", "init_from", "data.path", "data.out", "out")
+SECONDS_FOR_FIRST = 10  # to say what went wrong, before torchrun sees another process fail and ends it
 
 
 def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
@@ -39,7 +41,14 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows ?, it does not fail
+    rank = int(os.environ.get("RANK", 0))  # of a process that torchrun started
+    who = f"[rank {rank}] " if rank else ""
+    if rank:
+        sys.stdout = open(os.devnull, "w")  # one process speaks
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
+    if multirun and "TORCHELASTIC_RUN_ID" in os.environ:
+        print(f"{who}error: torchrun starts one training; a sweep (-m) starts its own", file=sys.stderr)
+        sys.exit(2)
     given = [argument for argument in sys.argv[1:] if re.match(r"[\w/]+=[\w-]+$", argument)]
     for argument in sys.argv[1:]:
         key, _, option = argument.partition("=")
@@ -66,7 +75,10 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
             assert isinstance(values, dict)
             row = task({str(key): value for key, value in values.items()})
         except (UserError, RunFailed, OmegaConfBaseException, OSError) as error:
-            print(f"error: {_sentence(error, config_name, given)}", file=sys.stderr, flush=True)
+            if getattr(error, "said", False):
+                time.sleep(SECONDS_FOR_FIRST)
+            else:
+                print(f"{who}error: {_sentence(error, config_name, given)}", file=sys.stderr, flush=True)
             failed[label] = 1 if isinstance(error, RunFailed | OSError) else 2
             return
         if row:
@@ -79,7 +91,10 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if started and not isinstance(error, HydraException | OmegaConfBaseException):
             raise  # ours, not a mistake in what was typed
-        print(f"error: {_sentence(error, config_name, given)}", file=sys.stderr)
+        if rank:  # the first reads the same line, and ends this process with its own
+            time.sleep(SECONDS_FOR_FIRST)
+        else:
+            print(f"error: {_sentence(error, config_name, given)}", file=sys.stderr)
         sys.exit(2)
     if multirun and rows:
         print_table(rows)

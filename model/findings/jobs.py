@@ -30,6 +30,7 @@ _IRRELEVANT: dict[str, Any] = {
     "init_from": True,
     "logger": True,
     "name": True,
+    "train": {"on_nonfinite": True, "max_skips": True},
 }
 
 

@@ -139,8 +139,17 @@ def get_rng() -> dict[str, Any]:
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def set_rng(state: dict[str, Any]) -> None:
-    """Restore `get_rng()`; a checkpoint from another number of GPUs restores the CPU's alone."""
-    torch.set_rng_state(state["cpu"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+def set_rng(state: dict[str, Any], rank: int = 0) -> None:
+    """Restore what `get_rng` gave on this rank when `state` was saved; a rank that was not there keeps its own.
+
+    A checkpoint from another number of GPUs restores the CPU's alone.
+    """
+    ranks = (
+        state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
+    )  # older ones have that of one process
+    if rank >= len(ranks):
+        return
+    rng = ranks[rank]
+    torch.set_rng_state(rng["cpu"])
+    if torch.cuda.is_available() and len(rng["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(rng["cuda"])

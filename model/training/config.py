@@ -48,7 +48,11 @@ class OptimConfig(Strict):
 
 
 class TrainConfig(Strict):
-    """`batch_size` sequences make one step, `micro_batch_size` of them at a time (default: all)."""
+    """`batch_size` sequences make one step, of all processes together; each takes `micro_batch_size` at a time.
+
+    `on_nonfinite` says what a loss or gradient that is no number does: `stop` the run before the update, or `skip`
+    the step, at most `max_skips` in a row.
+    """
 
     steps: PositiveInt
     batch_size: PositiveInt
@@ -61,6 +65,8 @@ class TrainConfig(Strict):
     precision: Literal["auto", "fp32", "bf16"]
     device: str
     compile: bool = False
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skips: PositiveInt = 10
 
     @model_validator(mode="after")
     def _micro_batches_divide(self) -> TrainConfig:

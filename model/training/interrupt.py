@@ -1,20 +1,28 @@
-"""Ctrl-C and SIGTERM: the first asks for a stop at the next step boundary, the second ends at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1: the first asks for a stop at the next step boundary, the second ends at once."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGUSR1 is what Slurm is asked to send before the time limit
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ECHO_SECONDS = 5.0
 
 
 class Interrupt:
-    """Within `with Interrupt() as interrupt:`, `interrupt.signal` is the signal received, else None."""
+    """Within `with Interrupt() as interrupt:`, `interrupt.signal` is the signal received, else None.
 
-    def __init__(self) -> None:
+    Of `several` processes, each gets a Ctrl-C from the terminal and a signal from torchrun right behind it: what
+    follows within seconds is the same wish. Those that do not lead keep quiet.
+    """
+
+    def __init__(self, several: bool = False, leads: bool = True) -> None:
         self.signal: int | None = None
+        self._several, self._leads, self._first = several, leads, 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
@@ -22,13 +30,19 @@ class Interrupt:
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL)
-        name = signal.Signals(number).name
-        print(
-            f"\n{name}: saving at the next step boundary; again to quit at once", file=sys.stderr, flush=True
-        )
+        if self.signal is not None:
+            if not self._several or time.monotonic() - self._first > ECHO_SECONDS:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        self.signal, self._first = number, time.monotonic()
+        if self._leads:
+            name = signal.Signals(number).name
+            print(
+                f"\n{name}: saving at the next step boundary; again to quit at once",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

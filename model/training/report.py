@@ -29,11 +29,14 @@ SAMPLE_TOKENS = 120
 SECONDS_BETWEEN_LINES = 10  # where there is no terminal to keep a live line on
 
 
-def started(path: Path, model: GPT, device: torch.device, precision: partial[torch.autocast]) -> None:
+def started(
+    path: Path, model: GPT, device: torch.device, precision: partial[torch.autocast], processes: int = 1
+) -> None:
     kind = "bf16" if precision.keywords["enabled"] else "fp32"
     told = "" if model.config.causal else " to tell masked tokens from both sides (model.causal=false)"
+    on = device.type if processes == 1 else f"{processes} processes, {device.type},"
     print(
-        f"Training {model.parameter_count():,} parameters on {device.type} in {kind}{told}; run directory {path}",
+        f"Training {model.parameter_count():,} parameters on {on} in {kind}{told}; run directory {path}",
         flush=True,
     )
 
@@ -73,12 +76,17 @@ class Progress:
     def evaluating(self, done: int, total: int) -> None:
         self._bar.update(self._task, text=f"{self._text} | validating {done / total:4.0%}")
 
-    def say(self, step: int, loss: float, val: Score) -> None:
+    def note(self, sentence: str) -> None:
+        """Print something that stays on the screen."""
+        self._console.print(sentence, highlight=False, markup=False)
+
+    def say(self, step: int, loss: float | None, val: Score) -> None:
         """Print a validation; it stays on the screen."""
+        train = "" if loss is None else f" | train {loss:.4f}"
         error = "" if val.standard_error is None else f" ± {val.standard_error:.4f}"
         bits = "" if val.bits_per_byte is None else f" | {val.bits_per_byte:.3f} bits/byte"
         self._console.print(
-            f"step {step}/{self._steps} | train {loss:.4f} | val {val.loss:.4f}{error}"
+            f"step {step}/{self._steps}{train} | val {val.loss:.4f}{error}"
             f" | perplexity {val.perplexity:.2f}{bits}",
             highlight=False,
         )
@@ -117,7 +125,7 @@ def finished(
         "val loss": val.loss,
         "perplexity": val.perplexity,
         "bits/byte": val.bits_per_byte,
-        "tokens/s": round(summary["perf/mean_tokens_per_s"]),
+        "tokens/s": round(summary["perf/mean_tokens_per_s"] or 0) or None,
         "parameters": summary["parameters"],
         "tokens scored": val.tokens,
     }

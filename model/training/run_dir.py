@@ -30,6 +30,8 @@ CHANGEABLE: tuple[str, ...] = (
     "train.log_interval",
     "train.device",
     "train.compile",
+    "train.on_nonfinite",
+    "train.max_skips",
     "logger.",
     # where the tokens come from; whether they are the same is told by their checksums
     "data.source",
