@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from data.writer import write_shard
 from model.config import Dims, GPTConfig, validate
 from model.gpt import GPT
 from model.position import PositionEncoding, build
-from model.training import run_dir
+from model.training import checkpoint, run_dir
 from model.training.config import RunConfig
 
+Train = Callable[..., Path]
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -126,3 +128,34 @@ def train_tiny(tmp_path: Path, shards: Path) -> Callable[..., Path]:
         return path
 
     return run
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without the speeds, which no two runs share."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+
+
+def final(path: Path) -> dict[str, Any]:
+    return checkpoint.read(checkpoint.newest_first(path)[0])
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{i}]")
+    else:
+        assert a == b, where
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Weights, optimizer and random states, and every line of metrics but the speeds, bit for bit."""
+    assert_same(final(a), final(b))
+    assert metrics(a) == metrics(b)

@@ -20,35 +20,18 @@ from model.load import build_model, check_buildable, load_parent, load_run
 from model.training import checkpoint, run_dir
 from model.training.config import OptimConfig
 from model.training.optim import Optimizers, lr_factor
-from tests.conftest import CONTEXT, POSITIONS, TINY, compose_config, write_shards
-
-Train = Callable[..., Path]
-
-
-def metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without the speeds, which no two runs share."""
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
-
-
-def final(path: Path) -> dict[str, Any]:
-    return checkpoint.read(checkpoint.newest_first(path)[0])
-
-
-def assert_same(a: Any, b: Any, where: str = "") -> None:
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), where
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{i}]")
-    else:
-        assert a == b, where
-
+from tests.conftest import (
+    CONTEXT,
+    POSITIONS,
+    TINY,
+    Train,
+    assert_same,
+    assert_same_run,
+    compose_config,
+    final,
+    metrics,
+    write_shards,
+)
 
 BUSY = ["model.dropout=0.1", "train.micro_batch_size=2", "train.eval_interval=3", "train.log_interval=1"]
 
@@ -76,8 +59,7 @@ def test_resume_equals_one_straight_run_bit_for_bit(train_tiny: Train, option: s
             train_tiny(*options, name="pieces")
     pieces = train_tiny(*options, name="pieces")
     assert {7, 14, 20} <= set(saved)
-    assert_same(final(straight), final(pieces))
-    assert metrics(straight) == metrics(pieces)
+    assert_same_run(straight, pieces)
 
 
 def test_metrics_ahead_of_the_checkpoint_are_dropped_and_written_again(
@@ -278,8 +260,7 @@ def test_interrupt_saves_at_the_step_boundary_and_resume_is_exact(
     assert final(straight.parent / "pieces")["step"] == 5
     monkeypatch.setattr(Optimizers, "step", step)
     pieces = train_tiny(*options, name="pieces")
-    assert_same(final(straight), final(pieces))
-    assert metrics(straight) == metrics(pieces)
+    assert_same_run(straight, pieces)
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------

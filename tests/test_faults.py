@@ -1,0 +1,124 @@
+"""What a training does when it is stopped or when a step goes wrong: nothing is lost, and nothing goes unsaid."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from model.config import RunFailed
+from model.training import checkpoint, loop
+from model.training.interrupt import Interrupt
+from model.training.optim import Optimizers
+from tests.conftest import Train, assert_same_run, final, metrics
+
+BUSY = ["model.dropout=0.1", "train.micro_batch_size=2", "train.eval_interval=3", "train.log_interval=1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("at", [3, 12])  # a step in between, and the last
+def test_signal_within_a_validation_stops_it_and_it_is_done_after_all(
+    train_tiny: Train, monkeypatch: Any, number: signal.Signals, at: int
+) -> None:
+    options = [*BUSY, "train.steps=12", "train.micro_batch_size=1"]
+    straight = train_tiny(*options, name="straight")
+    evaluate, batches = loop.evaluate, []
+
+    def interrupted(*args: Any, on_batch: Any, **kwargs: Any) -> Any:
+        def count(done: int, total: int) -> None:
+            batches.append(done)
+            if len(batches) == 2 + 32 * (at // 3 - 1):
+                os.kill(os.getpid(), number)
+            on_batch(done, total)
+
+        return evaluate(*args, on_batch=count, **kwargs)
+
+    monkeypatch.setattr(loop, "evaluate", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        train_tiny(*options, name="pieces")
+    assert stopped.value.code == 128 + number
+    pieces = straight.parent / "pieces"
+    assert final(pieces)["step"] == at and final(pieces)["pending"]["step"] == at
+    assert metrics(pieces)[-1]["step"] == at - 1  # the row of the step waits for its validation
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    train_tiny(*options, name="pieces")
+    assert_same_run(straight, pieces)
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, bad: set[int]) -> None:
+    """The gradients of the given attempts at a step (1 is the first) are no numbers."""
+    accumulate, count = loop.accumulate, [0]
+
+    def spoil(model: Any, *args: Any) -> float:
+        loss = accumulate(model, *args)
+        count[0] += 1
+        if count[0] in bad:
+            next(model.parameters()).grad[0, 0] = math.nan
+        return loss
+
+    monkeypatch.setattr(loop, "accumulate", spoil)
+
+
+def test_skipped_steps_are_seen_and_leave_no_trace_in_weights(
+    train_tiny: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = []
+    step = Optimizers.step
+    monkeypatch.setattr(
+        Optimizers, "step", lambda self, factor: (updates.append(factor), step(self, factor))[1]
+    )
+    poisoned(monkeypatch, {3, 4, 8})
+    path = train_tiny(*BUSY, "train.steps=10", "train.on_nonfinite=skip", "train.max_skips=2")
+    rows = {row["step"]: row for row in metrics(path)}
+    assert len(updates) == 7 and len(rows) == 10
+    assert [rows[n].get("train/skipped") for n in (2, 3, 4, 5, 8)] == [None, 1, 2, None, 1]
+    assert "train/loss" not in rows[3] and "val/loss" in rows[3]
+    assert all(bool(w.isfinite().all()) for w in final(path)["model"].values())
+
+
+def test_skips_in_a_row_are_bounded_also_over_a_resume(
+    train_tiny: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [
+        *BUSY,
+        "train.steps=30",
+        "train.on_nonfinite=skip",
+        "train.max_skips=4",
+        "train.save_interval=1",
+    ]
+    poisoned(monkeypatch, set(range(5, 100)))
+    with pytest.raises(
+        RunFailed, match=r"step 9: .*gradient norm nan; 4 steps before it were skipped as well"
+    ):
+        train_tiny(*options)
+    with pytest.raises(RunFailed, match="step 9: "):  # step 8 was saved, with its four
+        train_tiny(*options)
+
+
+def test_second_signal_ends_at_once_unless_it_is_the_echo_of_the_first() -> None:
+    with Interrupt(several=True, leads=False) as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt.signal == signal.SIGINT
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGUSR1)
+        process = os.fork()
+        if process == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGTERM
+        assert interrupt.signal == signal.SIGUSR1
+
+
+def test_checkpoint_of_several_processes_is_read_by_any_number(train_tiny: Train) -> None:
+    state = final(train_tiny("train.steps=2"))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    checkpoint.set_rng(state, rank=1)  # was not there
+    assert torch.equal(torch.get_rng_state(), before)
+    checkpoint.set_rng(state, rank=0)
+    assert torch.equal(torch.get_rng_state(), state["rng"][0]["cpu"])
