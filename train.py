@@ -14,7 +14,7 @@ from data.loader import TokenStream, TrainLoader
 from data.prepare import prepare
 from data.tasks import lessons
 from data.tokenizer import vocab_size
-from model import launch
+from model import launch, sweep
 from model.config import UserError, validate
 from model.training import run_dir
 from model.training.config import RunConfig
@@ -23,10 +23,10 @@ from model.training.ranks import Ranks
 
 def main(values: dict[str, Any]) -> dict[str, Any] | None:
     """Settle on configuration and run directory, and train there, alone or as one of torchrun's processes."""
-    ranks = Ranks()
+    ranks, job = Ranks(), sweep.current()
     with ranks.joined():
         with ranks.together():
-            config, path = settle_on_config(values)
+            config, path = settle_on_config(values, None if job is None else job.read().get("run"))
             from model.load import check_buildable  # torch, once the configuration is known to be right
 
             check_buildable(config, starts=path is None and ranks.leads)
@@ -45,15 +45,23 @@ def main(values: dict[str, Any]) -> dict[str, Any] | None:
             def claim() -> Path:
                 own, lock = (path, run_dir.lock(path)) if path else run_dir.create(config)
                 held.enter_context(lock)
+                if job is not None:
+                    job.write(run=str(own))
                 return own
 
-            return train(config, ranks.lead(claim), loader, streams["val"], ranks, values["resume"] == "auto")
+            may_be_finished = values["resume"] == "auto" or job is not None
+            return train(config, ranks.lead(claim), loader, streams["val"], ranks, may_be_finished)
 
 
-def settle_on_config(values: dict[str, Any]) -> tuple[RunConfig, Path | None]:
-    """The configuration, and the directory of the run that it goes on, None for a new one."""
+def settle_on_config(values: dict[str, Any], earlier: str | None) -> tuple[RunConfig, Path | None]:
+    """The configuration, and the directory of the run that it goes on, None for a new one.
+
+    `earlier` is the run of an earlier attempt at this job of a sweep.
+    """
     resume = values["resume"]
-    if resume == "auto":
+    if earlier is not None and (Path(earlier) / "config.yaml").exists():
+        resume = earlier
+    elif resume == "auto":
         if values["run_dir"] is None:
             raise UserError("resume=auto needs the place to look for a run; give run_dir=runs/<name>")
         own = Path(values["run_dir"]).expanduser()
@@ -65,7 +73,7 @@ def settle_on_config(values: dict[str, Any]) -> tuple[RunConfig, Path | None]:
         config, changes = run_dir.merge_for_resume(run_dir.load_config(path), values, launch.overridden())
         print("\n".join([f"Resuming {path}", *(f"  changed on request: {change}" for change in changes)]))
         return config, path
-    group, tags = launch.sweep()
+    group, tags = launch.group()
     logger, values = values["logger"], values | {"resume": None}
     values["logger"] = logger | {"group": logger["group"] or group, "tags": [*logger["tags"], *tags]}
     if values["init_from"] is not None:

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -23,10 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 
+from model import sweep
+from model.arguments import quoted, swept_with_their_groups
 from model.config import CONF, RunFailed, UserError, flat_keys, nearest
 
-# values that are free text, which Hydra's grammar would otherwise split at commas, equals signs and quotes
-FREE_TEXT = ("prompt", "data.prompt", "run", "run_dir", "resume", "init_from", "data.path", "data.out", "out")
 SECONDS_FOR_FIRST = 10  # to say what went wrong, before torchrun sees another process fail and ends it
 
 
@@ -58,31 +58,58 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
                 file=sys.stderr,
             )
             sys.exit(2)
-    sys.argv[1:] = [_quoted(argument, multirun) for argument in sys.argv[1:]]
-    sys.argv[1:] = _swept_with_their_groups(sys.argv[1:]) if multirun else sys.argv[1:]
-    rows: list[dict[str, Any]] = []
-    failed: dict[str, int] = {}  # job to exit code
-    started = 0
+    sweep.typed = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]
+    sys.argv[1:] = [quoted(argument, multirun) for argument in sys.argv[1:]]
+    sys.argv[1:] = swept_with_their_groups(sys.argv[1:]) if multirun else sys.argv[1:]
+    code = started = 0  # of a single job; those of a sweep are in its folder, for they may be other processes
 
     def job(cfg: DictConfig) -> None:
-        nonlocal started
+        nonlocal code, started
         started += 1
-        label = " ".join(HydraConfig.get().overrides.task)
-        if multirun:
-            print(f"\n[job {HydraConfig.get().job.num}] {label}", flush=True)
+        try:
+            entry = sweep.current()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 2
+            return
+        if entry is None:
+            _, code, _ = attempt(cfg)
+            return
+        label = f"[job {entry.number}] {' '.join(HydraConfig.get().overrides.task)}"
+        if entry.read().get("status") == "done":
+            print(f"\n{label}: done before", flush=True)
+            return
+        entry.write(status="running", run=entry.read().get("run"))
+        alone = HydraConfig.get().launcher._target_.endswith("BasicLauncher")
+        print(f"\n{label}" + ("" if alone else f": output goes to {entry.log}"), flush=True)
+        with ExitStack() as stack:
+            if not alone:  # side by side, their lines would mix
+                log = stack.enter_context(open(entry.log, "a", buffering=1))
+                stack.enter_context(redirect_stdout(log))
+                stack.enter_context(redirect_stderr(log))
+            try:
+                row, code, wrong = attempt(cfg)
+            except BaseException as error:
+                status = "stopped" if isinstance(error, SystemExit) else "failed"
+                entry.write(status=status, code=1, error=repr(error))
+                raise
+        entry.write(status="failed" if code else "done", row=row, code=code, error=wrong)
+        if code and not alone:
+            print(f"{label}: error: {wrong}", file=sys.stderr, flush=True)
+
+    def attempt(cfg: DictConfig) -> tuple[dict[str, Any] | None, int, str | None]:
+        """The row of a job, its exit code, and what was wrong."""
         try:
             values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(values, dict)
-            row = task({str(key): value for key, value in values.items()})
+            return task({str(key): value for key, value in values.items()}), 0, None
         except (UserError, RunFailed, OmegaConfBaseException, OSError) as error:
+            sentence = _sentence(error, config_name, given)
             if getattr(error, "said", False):
                 time.sleep(SECONDS_FOR_FIRST)
             else:
-                print(f"{who}error: {_sentence(error, config_name, given)}", file=sys.stderr, flush=True)
-            failed[label] = 1 if isinstance(error, RunFailed | OSError) else 2
-            return
-        if row:
-            rows.append({"job": label, **row})
+                print(f"{who}error: {sentence}", file=sys.stderr, flush=True)
+            return None, 1 if isinstance(error, RunFailed | OSError) else 2, sentence
 
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
@@ -96,15 +123,32 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         else:
             print(f"error: {_sentence(error, config_name, given)}", file=sys.stderr)
         sys.exit(2)
-    if multirun and rows:
+    if multirun and not code:
+        code = _report(sweep.latest)
+    if code:
+        sys.exit(code)
+
+
+def _report(folder: Path | None) -> int:
+    """Print what the jobs of a sweep came to; the exit code is the highest of theirs."""
+    if folder is None:
+        return 0
+    found = [(label, job.read()) for label, job in sweep.jobs(folder)]
+    rows = [{"job": label, **known["row"]} for label, known in found if known.get("row")]
+    if rows:
         print_table(rows)
-    if failed and multirun:
+    failed = [
+        f"{label} ({known.get('error', 'not started')})"
+        for label, known in found
+        if known.get("status") != "done"
+    ]
+    if failed:
         print(
-            f"error: {len(failed)} of {started} jobs failed: {'; '.join(failed)}",
+            f"error: {len(failed)} of {len(found)} jobs failed: {'; '.join(failed)}\n"
+            f"run these again with: {sweep.command_to_finish(folder)}",
             file=sys.stderr,
         )
-    if failed:
-        sys.exit(max(failed.values()))
+    return max([known.get("code") or 0 for _, known in found], default=0) or bool(failed)
 
 
 def overridden() -> list[str]:
@@ -118,8 +162,8 @@ def choice(group: str) -> str:
     return str(HydraConfig.get().runtime.choices[group])
 
 
-def sweep() -> tuple[str | None, list[str]]:
-    """The name of the multirun that this job belongs to, and its overrides; (None, []) outside one."""
+def group() -> tuple[str | None, list[str]]:
+    """The name of the sweep that this job belongs to, and its overrides; (None, []) outside one."""
     config = HydraConfig.get()
     if config.mode != RunMode.MULTIRUN:
         return None, []
@@ -150,44 +194,6 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
-
-
-def _quoted(argument: str, multirun: bool) -> str:
-    key, equals, value = argument.partition("=")
-    is_prompt = key.lstrip("+") in {"prompt", "data.prompt"}
-    if not equals or key.lstrip("+") not in FREE_TEXT or value in {"", "null"}:
-        return argument
-    if multirun and "," in value and not Path(value).exists():
-        return argument  # a sweep
-    if value[0] in "['\"" and _parses(argument) and not Path(value).exists():
-        return argument  # a list or a quoted string, as Hydra writes them
-    if is_prompt:
-        value = value.replace("${", r"\${")
-    # in Hydra's grammar a backslash escapes a quote, and itself only in front of one
-    escaped = re.sub(r"(\\*)'", lambda m: m[1] * 2 + r"\'", value)
-    escaped = re.sub(r"(\\+)$", lambda m: m[1] * 2, escaped)
-    return f"{key}='{escaped}'"
-
-
-def _swept_with_their_groups(arguments: list[str]) -> list[str]:
-    """Keys of a group that is swept wait for the jobs: Hydra sets all others before it knows the options."""
-    pairs = [argument.partition("=") for argument in arguments]
-    swept = tuple(
-        f"{key.replace('/', '.')}." for key, _, value in pairs if "," in value and (CONF / key).is_dir()
-    )
-    return [
-        f"{key}=choice({value})"
-        if swept and key.startswith(swept) and _parses(f"{key}={value}")
-        else argument
-        for argument, (key, _, value) in zip(arguments, pairs, strict=True)
-    ]
-
-
-def _parses(argument: str) -> bool:
-    try:
-        return not OverridesParser.create().parse_override(argument).is_sweep_override()
-    except HydraException:
-        return False
 
 
 def _sentence(error: Exception, config_name: str, given: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the first asks for a stop at the next step boundary, the second ends at once."""
+"""Ctrl-C, SIGTERM and Slurm's signals: the first asks for a stop at the next step boundary, the second ends at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
-# SIGUSR1 is what Slurm is asked to send before the time limit
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# SIGUSR1 or SIGUSR2 is what Slurm is asked to send before the time limit
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_SECONDS = 5.0
 
 
@@ -49,3 +49,7 @@ class Interrupt:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        # one who wanted to know as well, such as submitit, which then puts the job into the queue again
+        handler = self._previous.get(self.signal or 0)
+        if self.signal and callable(handler) and handler is not signal.default_int_handler:
+            signal.raise_signal(self.signal)
