@@ -490,6 +490,17 @@ def test_wandb_gets_each_step_once_in_order_with_all_its_metrics(place: Path) ->
     assert [values for _, values in calls] == written
 
 
+def test_rebuilt_wandb_run_has_every_point_once(place: Path) -> None:
+    said = run("scripts/wandb_rebuild.py", "run=runs/first", cwd=place).stdout
+    folder = place / said.split("wandb sync ")[1].strip()
+    command = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--json", str(folder)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT).stdout
+    last = metrics(place / "runs/first")[-1]
+    assert str(last["val/loss"])[:10] in shown and "4 points" in said
+    error = run("scripts/wandb_rebuild.py", "run=nothing", cwd=place, code=2).stderr
+    assert "not a run directory" in error
+
+
 # --- fine-tuning at a longer window ------------------------------------------------------------------------
 
 

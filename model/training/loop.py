@@ -111,6 +111,10 @@ class Training:
             if self.ranks.leads:
                 metrics = JsonLines(self.path / "metrics.jsonl", resumed_step=self.step - bool(self.pending))
                 self.metrics = stack.enter_context(metrics)
+                if metrics.dropped_to:
+                    print(
+                        f"Steps {self.step + 1} to {metrics.dropped_to} are run again; W&B keeps the points that it has"
+                    )
                 self.wandb = stack.enter_context(Wandb(config.logger, self.path, self.run_id, settings))
             with (
                 Interrupt(self.ranks.world > 1, self.ranks.leads) as self.interrupt,

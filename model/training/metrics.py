@@ -40,11 +40,15 @@ class JsonLines:
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = []
+        self.dropped_to = 0  # the last step that is run again
         if path.exists():
             for line in path.read_text().splitlines():
                 try:
-                    if json.loads(line)["step"] <= resumed_step:
+                    step = json.loads(line)["step"]
+                    if step <= resumed_step:
                         kept.append(line)
+                    else:
+                        self.dropped_to = max(self.dropped_to, step)
                 except (ValueError, KeyError, TypeError):
                     continue  # a line cut short by a kill; the steps it belongs to are run again
             write_atomically(path, "".join(line + "\n" for line in kept).encode())
@@ -63,8 +67,16 @@ class JsonLines:
 class Wandb:
     """One W&B run. Any failure of W&B is said once, and everything goes on without it."""
 
-    def __init__(self, config: LoggerConfig, run_dir: Path, run_id: str, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: LoggerConfig,
+        run_dir: Path,
+        run_id: str,
+        settings: dict[str, Any],
+        folder: Path | None = None,
+    ) -> None:
         self._run: Any = None
+        self._folder = folder or run_dir.parent  # of the wandb/ that holds this run
         if config.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -96,7 +108,7 @@ class Wandb:
         self._wandb = wandb
         run = wandb.init(
             project=config.project,
-            dir=run_dir.parent,
+            dir=self._folder,
             id=run_id,
             name=run_dir.name,
             config=settings,

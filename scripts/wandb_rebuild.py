@@ -1,0 +1,48 @@
+"""metrics.jsonl to one clean offline W&B run: `python scripts/wandb_rebuild.py run=runs/<run>`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from model import launch
+from model.config import Strict, UserError, validate
+
+
+class RebuildConfig(Strict):
+    run: str
+
+
+def main(values: dict[str, Any]) -> None:
+    config = validate(RebuildConfig, values)
+    path = Path(config.run).expanduser()
+    from model.training import run_dir
+    from model.training.metrics import Wandb
+
+    run_config, run_id = run_dir.load_config(path), run_dir.wandb_id(path)
+    try:
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: metrics.jsonl is not readable ({error}); give the directory of a run"
+        ) from None
+    if run_id is None:
+        raise UserError(f"{path}: run.json has no W&B id; give the directory of a run that train.py made")
+    folder = path / "wandb_rebuilt"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    settings = run_config.model_dump(mode="json", exclude={"run_dir", "resume"})
+    logger = run_config.logger.model_copy(update={"mode": "offline"})
+    with Wandb(logger, path, run_id, settings, folder) as wandb:
+        for row in rows:
+            wandb.log(row)
+        if rows:
+            wandb.conclude({key: value for key, value in rows[-1].items() if key.startswith("val/")}, {})
+    made = sorted(folder.glob("wandb/offline-run-*"))
+    print(f"{len(rows)} points. Upload them with: wandb sync {made[-1] if made else folder}")
+
+
+if __name__ == "__main__":
+    launch.main("wandb_rebuild", main)
