@@ -9,7 +9,10 @@ from model.errors import UserError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a whole file so that a kill or a full disk leaves either the old file or the new one."""
+    """Write a whole file so that a kill or a full disk leaves either the old file or the new one.
+
+    Raises OSError with the name of the file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -17,6 +20,8 @@ def write_atomically(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -64,10 +64,10 @@ class GPTConfig(Strict):
     `logit_scale` multiplies the attention logits past the original length: see model/logit_scale.py.
     """
 
-    n_layer: PositiveInt
-    n_head: PositiveInt
-    n_embd: PositiveInt
-    context_length: PositiveInt
+    n_layer: Annotated[int, Field(ge=1, le=10_000)]
+    n_head: Annotated[int, Field(ge=1, le=1_000_000)]
+    n_embd: Annotated[int, Field(ge=1, le=1_000_000)]
+    context_length: Annotated[int, Field(ge=1, le=1_000_000_000)]
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     bias: bool = False
     causal: bool = True

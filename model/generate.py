@@ -128,6 +128,8 @@ def _check_prompts(model: GPT, prompts: list[list[int]], sampling: Sampling) -> 
         raise UserError(
             "a run of objective=mlm tells masked tokens and continues no text; sample one of objective=causal"
         )
+    if not prompts:
+        raise UserError("prompt: none given; give one, or several as a list")
     for prompt in prompts:
         if not prompt:
             raise UserError(

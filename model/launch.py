@@ -151,6 +151,14 @@ def _report(folder: Path | None) -> int:
     return max([known.get("code") or 0 for _, known in found], default=0) or bool(failed)
 
 
+def fresh() -> None:
+    """Forget the command that this process has started with, so that `main` can be called again."""
+    GlobalHydra.instance().clear()
+    HydraConfig.instance().cfg = None
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
 def overridden() -> list[str]:
     """The keys and groups that were given on the command line, in order."""
     given = [re.split(r"[=@]", override, maxsplit=1)[0] for override in HydraConfig.get().overrides.task]
@@ -197,6 +205,12 @@ def _cell(value: Any) -> str:
 
 
 def _sentence(error: Exception, config_name: str, given: list[str]) -> str:
+    """What is wrong, without what a terminal would obey."""
+    text = _explained(error, config_name, given)
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+def _explained(error: Exception, config_name: str, given: list[str]) -> str:
     """What Hydra and OmegaConf say over several lines, as one sentence with the nearest valid name."""
     text = str(error)
     unknown = re.search(r"Could not override '([^']*)'", text)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import math
 import os
+import re
+import resource
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +22,7 @@ from model.config import RunFailed
 from model.training import checkpoint, loop
 from model.training.interrupt import Interrupt
 from model.training.optim import Optimizers
-from tests.conftest import Train, assert_same_run, final, metrics
+from tests.conftest import ROOT, TINY, Train, assert_same_run, final, metrics
 
 BUSY = ["model.dropout=0.1", "train.micro_batch_size=2", "train.eval_interval=3", "train.log_interval=1"]
 
@@ -122,3 +130,71 @@ def test_checkpoint_of_several_processes_is_read_by_any_number(train_tiny: Train
     assert torch.equal(torch.get_rng_state(), before)
     checkpoint.set_rng(state, rank=0)
     assert torch.equal(torch.get_rng_state(), state["rng"][0]["cpu"])
+
+
+# --- disks -------------------------------------------------------------------------------------------------
+
+
+def limited(tmp_path: Path, shards: Path, largest: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """Train where no file can grow beyond `largest` bytes, which is what a full disk is like."""
+    command = [sys.executable, str(ROOT / "train.py"), *TINY, f"data.path={shards}", "run_dir=run", *options]
+    return subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("largest", "what"),
+    [
+        (100, r"run/config.yaml"),
+        (1_600, r"run/config.yaml|run/run.json|run/metrics.jsonl: cannot be written"),
+        (20_000, r"step_00000020.pt: cannot write the checkpoint .*earlier checkpoints are intact"),
+    ],
+)
+def test_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(
+    tmp_path: Path, shards: Path, largest: int, what: str
+) -> None:
+    options = [
+        "train.steps=60",
+        "train.save_interval=20",
+        "train.log_interval=1",
+        "resume=auto",
+        "data.prompt=",
+    ]
+    full = limited(tmp_path, shards, largest, *options)
+    assert full.returncode == 1 and "Traceback" not in full.stderr
+    assert full.stderr.startswith("error: ") and re.search(what, full.stderr), full.stderr
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert limited(tmp_path, shards, 10**8, *options).returncode == 0
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, 61))
+
+
+def test_directory_that_cannot_be_written_any_more_ends_with_the_reason(
+    train_tiny: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def denied(source: Any, target: Any) -> None:
+        if "step_" in str(target):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        replace(source, target)
+
+    path = train_tiny("train.steps=2")
+    monkeypatch.setattr(os, "replace", denied)
+    with pytest.raises(RunFailed, match=r"step_00000004.pt: cannot write the checkpoint .*Permission denied"):
+        train_tiny("train.steps=4")
+    assert final(path)["step"] == 2
+    monkeypatch.setattr(os, "replace", replace)
+    assert final(train_tiny("train.steps=4"))["step"] == 4
+
+
+def test_clock_that_jumps_back_changes_nothing(train_tiny: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = train_tiny(*BUSY, "train.steps=6", name="straight")
+    now, jump = time.time, itertools.count()
+    monkeypatch.setattr(time, "time", lambda: now() - 3600 * next(jump))
+    assert_same_run(straight, train_tiny(*BUSY, "train.steps=6", name="jumping"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import netrc
 import os
@@ -14,6 +15,7 @@ from urllib.parse import urlparse
 import torch
 
 from data.files import write_atomically
+from model.errors import RunFailed
 from model.training import run_dir
 from model.training.config import LoggerConfig
 
@@ -39,7 +41,7 @@ class JsonLines:
     """metrics.jsonl: one object a line, each written whole. A resumed run first drops what lies ahead."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = []
+        self._path, kept = path, []
         self.dropped_to = 0  # the last step that is run again
         if path.exists():
             for line in path.read_text().splitlines():
@@ -52,10 +54,17 @@ class JsonLines:
                 except (ValueError, KeyError, TypeError):
                     continue  # a line cut short by a kill; the steps it belongs to are run again
             write_atomically(path, "".join(line + "\n" for line in kept).encode())
-        self._file = open(path, "a", buffering=1)
+        self._file = open(path, "ab", buffering=0)  # a buffer would be written once more at the end
 
     def write(self, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
+        line = (json.dumps(values) + "\n").encode()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RunFailed(
+                f"{self._path}: cannot be written ({error}); the newest checkpoint is intact"
+            ) from None
 
     def __enter__(self) -> JsonLines:
         return self

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import secrets
 import subprocess
 from datetime import datetime
@@ -71,7 +72,8 @@ def create(config: RunConfig) -> tuple[Path, IO[str]]:
 
 
 def _refuse_used(path: Path) -> None:
-    if any(entry.name != ".lock" for entry in path.iterdir()):
+    # a kill leaves the lock, and what it was about to write
+    if any(entry.name != ".lock" and not re.fullmatch(r"\..*\.tmp", entry.name) for entry in path.iterdir()):
         known = (path / "config.yaml").exists()
         advice = f"continue it with resume={path} or " if known else ""
         raise UserError(
@@ -112,7 +114,8 @@ def load_config(path: Path) -> RunConfig:
     try:
         values = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not a run directory, config.yaml is not readable ({error})") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: not a run directory, config.yaml is not readable ({reason})") from None
     if not isinstance(values, dict):
         raise UserError(f"{file}: not the configuration of a run")
     try:
