@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -46,18 +46,20 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     if rank:
         sys.stdout = open(os.devnull, "w")  # one process speaks
     multirun = bool({"-m", "--multirun"} & set(sys.argv))
-    if multirun and "TORCHELASTIC_RUN_ID" in os.environ:
-        print(f"{who}error: torchrun starts one training; a sweep (-m) starts its own", file=sys.stderr)
+
+    def refuse(sentence: str) -> NoReturn:
+        if rank:  # the first reads the same line, and ends this process with its own
+            time.sleep(SECONDS_FOR_FIRST)
+        print(f"{who}error: {sentence}", file=sys.stderr)
         sys.exit(2)
+
+    if multirun and "TORCHELASTIC_RUN_ID" in os.environ:
+        refuse("torchrun starts one training; a sweep (-m) starts its own")
     given = [argument for argument in sys.argv[1:] if re.match(r"[\w/]+=[\w-]+$", argument)]
     for argument in sys.argv[1:]:
         key, _, option = argument.partition("=")
         if "." in key and re.fullmatch(r"[\w.]+", key) and (CONF / key.replace(".", "/")).is_dir():
-            print(
-                f"error: {argument}: a group is named with a slash; give {key.replace('.', '/')}={option}",
-                file=sys.stderr,
-            )
-            sys.exit(2)
+            refuse(f"{argument}: a group is named with a slash; give {key.replace('.', '/')}={option}")
     sweep.typed = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]
     sys.argv[1:] = [quoted(argument, multirun) for argument in sys.argv[1:]]
     sys.argv[1:] = swept_with_their_groups(sys.argv[1:]) if multirun else sys.argv[1:]
@@ -88,13 +90,13 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
                 stack.enter_context(redirect_stdout(log))
                 stack.enter_context(redirect_stderr(log))
             try:
-                row, code, wrong = attempt(cfg)
+                row, exit_code, wrong = attempt(cfg)
             except BaseException as error:
                 status = "stopped" if isinstance(error, SystemExit) else "failed"
                 entry.write(status=status, code=1, error=repr(error))
                 raise
-        entry.write(status="failed" if code else "done", row=row, code=code, error=wrong)
-        if code and not alone:
+        entry.write(status="failed" if exit_code else "done", row=row, code=exit_code, error=wrong)
+        if exit_code and not alone:
             print(f"{label}: error: {wrong}", file=sys.stderr, flush=True)
 
     def attempt(cfg: DictConfig) -> tuple[dict[str, Any] | None, int, str | None]:
@@ -118,11 +120,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if started and not isinstance(error, HydraException | OmegaConfBaseException):
             raise  # ours, not a mistake in what was typed
-        if rank:  # the first reads the same line, and ends this process with its own
-            time.sleep(SECONDS_FOR_FIRST)
-        else:
-            print(f"error: {_sentence(error, config_name, given)}", file=sys.stderr)
-        sys.exit(2)
+        refuse(_sentence(error, config_name, given))
     if multirun and not code:
         code = _report(sweep.latest)
     if code:
