@@ -16,7 +16,7 @@ from data.tasks import lessons
 from data.tokenizer import vocab_size
 from model import launch, sweep
 from model.config import UserError, validate
-from model.training import run_dir
+from model.training import continued, run_dir
 from model.training.config import RunConfig
 from model.training.ranks import Ranks
 
@@ -70,7 +70,7 @@ def settle_on_config(values: dict[str, Any], earlier: str | None) -> tuple[RunCo
         raise UserError("resume=<run_dir> takes a run directory, and goes on in it without run_dir=")
     if resume is not None:
         path = Path(resume).expanduser()
-        config, changes = run_dir.merge_for_resume(run_dir.load_config(path), values, launch.overridden())
+        config, changes = continued.merge_for_resume(run_dir.load_config(path), values, launch.overridden())
         print("\n".join([f"Resuming {path}", *(f"  changed on request: {change}" for change in changes)]))
         return config, path
     group, tags = launch.group()
@@ -78,7 +78,7 @@ def settle_on_config(values: dict[str, Any], earlier: str | None) -> tuple[RunCo
     values["logger"] = logger | {"group": logger["group"] or group, "tags": [*logger["tags"], *tags]}
     if values["init_from"] is not None:
         parent = Path(values["init_from"]).expanduser()
-        return run_dir.extend(run_dir.load_config(parent), values, launch.overridden()), None
+        return continued.extend(run_dir.load_config(parent), values, launch.overridden()), None
     return validate(RunConfig, values), None
 
 
@@ -118,7 +118,7 @@ def train(
 ) -> dict[str, Any] | None:
     """Train in run directory `path`, from its newest checkpoint if it has one. Returns the final row.
 
-    None for a run that `may_be_finished` and is; raises UserError where it may not.
+    So it does for a run that is finished, where it `may_be_finished`; raises UserError where it may not.
     """
     # imported here, so that --help and a mistyped key are answered without loading torch
     from model.training.loop import Finished, Training
@@ -129,7 +129,7 @@ def train(
         if not may_be_finished:
             raise
         print(finished)
-        return None
+        return run_dir.final_row(path)
 
 
 if __name__ == "__main__":

@@ -13,3 +13,7 @@ class RunFailed(RuntimeError):
     """A run that cannot go on through no slip of the keyboard: printed as one sentence, exit code 1."""
 
     said = False
+
+
+class Diverged(RunFailed):
+    """Its loss, gradients or weights are no numbers any more."""

@@ -7,16 +7,16 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,7 +25,8 @@ from rich.table import Table
 
 from model import sweep
 from model.arguments import quoted, swept_with_their_groups
-from model.config import CONF, RunFailed, UserError, flat_keys, nearest
+from model.config import CONF, RunFailed, UserError
+from model.mistakes import explained
 
 SECONDS_FOR_FIRST = 10  # to say what went wrong, before torchrun sees another process fail and ends it
 
@@ -68,22 +69,24 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     def job(cfg: DictConfig) -> None:
         nonlocal code, started
         started += 1
-        try:
-            entry = sweep.current()
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = 2
-            return
+        entry = sweep.current()
         if entry is None:
             _, code, _ = attempt(cfg)
-            return
-        label = f"[job {entry.number}] {' '.join(HydraConfig.get().overrides.task)}"
-        if entry.read().get("status") == "done":
-            print(f"\n{label}: done before", flush=True)
-            return
-        entry.write(status="running", run=entry.read().get("run"))
-        alone = HydraConfig.get().launcher._target_.endswith("BasicLauncher")
+        elif sweep.problem is None and not (entry.folder / sweep.STOP).exists():
+            with entry.held() as is_ours:
+                if not is_ours:
+                    print(f"\n[job {entry.number}]: another process is at it", flush=True)
+                elif entry.read().get("status") == "done":
+                    print(f"\n[job {entry.number}]: done before", flush=True)
+                else:
+                    run_job(cfg, entry)
+
+    def run_job(cfg: DictConfig, entry: sweep.Job) -> None:
+        hydra_config = HydraConfig.get()
+        label = f"[job {entry.number}] {' '.join(hydra_config.overrides.task)}"
+        alone = hydra_config.launcher._target_.endswith("BasicLauncher")
         print(f"\n{label}" + ("" if alone else f": output goes to {entry.log}"), flush=True)
+        entry.write(status="running")
         with ExitStack() as stack:
             if not alone:  # side by side, their lines would mix
                 log = stack.enter_context(open(entry.log, "a", buffering=1))
@@ -91,10 +94,15 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
                 stack.enter_context(redirect_stderr(log))
             try:
                 row, exit_code, wrong = attempt(cfg)
-            except BaseException as error:
-                status = "stopped" if isinstance(error, SystemExit) else "failed"
-                entry.write(status=status, code=1, error=repr(error))
-                raise
+            except SystemExit as stop:  # by a signal
+                entry.write(status="stopped", code=stop.code)
+                if not sweep.side_by_side(hydra_config):
+                    raise
+                (entry.folder / sweep.STOP).touch()
+                return
+            except Exception as error:  # memory that is short, or a mistake of ours: the other jobs go on
+                traceback.print_exc()
+                row, exit_code, wrong = None, 1, f"{type(error).__name__}: {str(error).splitlines()[:1]}"
         entry.write(status="failed" if exit_code else "done", row=row, code=exit_code, error=wrong)
         if exit_code and not alone:
             print(f"{label}: error: {wrong}", file=sys.stderr, flush=True)
@@ -106,7 +114,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
             assert isinstance(values, dict)
             return task({str(key): value for key, value in values.items()}), 0, None
         except (UserError, RunFailed, OmegaConfBaseException, OSError) as error:
-            sentence = _sentence(error, config_name, given)
+            sentence = explained(error, config_name, given)
             if getattr(error, "said", False):
                 time.sleep(SECONDS_FOR_FIRST)
             else:
@@ -120,8 +128,14 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         if started and not isinstance(error, HydraException | OmegaConfBaseException):
             raise  # ours, not a mistake in what was typed
-        refuse(_sentence(error, config_name, given))
-    if multirun and not code:
+        refuse(explained(error, config_name, given))
+    except RuntimeError as error:
+        if not multirun:
+            raise
+        print(f"error: a job ended without a word ({str(error).splitlines()[0]})", file=sys.stderr)
+    if multirun and sweep.problem:
+        refuse(sweep.problem)
+    if multirun:
         code = _report(sweep.latest)
     if code:
         sys.exit(code)
@@ -135,18 +149,18 @@ def _report(folder: Path | None) -> int:
     rows = [{"job": label, **known["row"]} for label, known in found if known.get("row")]
     if rows:
         print_table(rows)
-    failed = [
-        f"{label} ({known.get('error', 'not started')})"
+    undone = [
+        f"{label} ({known.get('error') or known.get('status', 'not started')})"
         for label, known in found
         if known.get("status") != "done"
     ]
-    if failed:
+    if undone:
         print(
-            f"error: {len(failed)} of {len(found)} jobs failed: {'; '.join(failed)}\n"
+            f"error: {len(undone)} of {len(found)} jobs failed or were stopped: {'; '.join(undone)}\n"
             f"run these again with: {sweep.command_to_finish(folder)}",
             file=sys.stderr,
         )
-    return max([known.get("code") or 0 for _, known in found], default=0) or bool(failed)
+    return max([known.get("code") or 0 for _, known in found], default=0) or bool(undone)
 
 
 def fresh() -> None:
@@ -200,52 +214,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)
-
-
-def _sentence(error: Exception, config_name: str, given: list[str]) -> str:
-    """What is wrong, without what a terminal would obey."""
-    text = _explained(error, config_name, given)
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
-def _explained(error: Exception, config_name: str, given: list[str]) -> str:
-    """What Hydra and OmegaConf say over several lines, as one sentence with the nearest valid name."""
-    text = str(error)
-    unknown = re.search(r"Could not override '([^']*)'", text)
-    if unknown and re.match(r"position[./]scaling", unknown[1]):
-        scaled = [path.stem for path in (CONF / "position").glob("*.yaml") if "scaling:" in path.read_text()]
-        return (
-            f"{unknown[1]}: not a key here; position={', '.join(sorted(scaled))} can be scaled, "
-            f"by position/scaling=<name>, which has keys of its own"
-        )
-    if unknown:
-        return f"{unknown[1]}: unknown key{nearest(unknown[1], _valid_keys(config_name, given))}"
-    group = re.search(r"Could not find '([^']*)/([^'/]*)'", text)
-    if group:
-        options = [path.stem for path in (CONF / group[1]).glob("*.yaml")]
-        return f"{group[1]}={group[2]}: no such option{nearest(group[2], options)}"
-    if isinstance(error, OverrideParseException):
-        return f"{error.override}: cannot be parsed as key=value; put quotes around special characters"
-    if text.startswith("Config group override"):
-        return "a config group takes the name of an option, not null or a value; no position is position=none"
-    missing = re.search(r"Missing mandatory value: (\S+)", text)
-    if missing:
-        key = getattr(error, "full_key", None) or missing[1]
-        return f"{key}: missing; give {key}=<value>"
-    return " ".join(text.split())
-
-
-def _valid_keys(config_name: str, given: list[str]) -> list[str]:
-    """All keys of the configuration with the groups that the user chose."""
-    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-    chosen = [argument for argument in given if (CONF / argument.split("=")[0]).is_dir()]
-    for overrides in (chosen, []):
-        GlobalHydra.instance().clear()
-        try:
-            with initialize_config_dir(str(CONF), version_base="1.3"):
-                values = OmegaConf.to_container(compose(config_name, overrides), resolve=False)
-        except HydraException:
-            continue
-        assert isinstance(values, dict)
-        return flat_keys({str(key): value for key, value in values.items()}) + sorted(groups & values.keys())
-    return []

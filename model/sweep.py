@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import shlex
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +23,51 @@ from data.files import write_atomically
 from model.errors import UserError
 
 PLAN = "sweep.json"
+STOP = "stopped"  # a file that asks the jobs that have not begun to wait for the next time
 WHERE = Path("runs/.multirun")  # as conf/hydra_defaults.yaml has it
 typed: list[str] = []  # the command as the user gave it
 latest: Path | None = None  # the folder of this command's sweep
+problem: str | None = None  # why its jobs cannot be run
 
 
 class Plan(Callback):
     """Hydra calls it before the jobs of a sweep start: it writes down what they are."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        global latest
-        latest = Path(config.hydra.sweep.dir)
-        latest.mkdir(parents=True, exist_ok=True)
-        if not (latest / PLAN).exists():
-            overrides = OverridesParser.create().parse_overrides(_task(config.hydra))
-            jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
-            _write(latest / PLAN, {"command": typed, "jobs": jobs})
+        global latest, problem
+        latest, problem = Path(config.hydra.sweep.dir), None
+        overrides = OverridesParser.create().parse_overrides(_task(config.hydra))
+        jobs = [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+        try:
+            latest.mkdir(parents=True, exist_ok=True)
+            (latest / STOP).unlink(missing_ok=True)
+            if not (latest / PLAN).exists():
+                _write(latest / PLAN, {"command": typed, "jobs": jobs})
+        except OSError as error:
+            problem = f"hydra.sweep.dir={latest}: cannot be written ({error}); give another"
+        else:
+            if _read(latest / PLAN).get("jobs") != jobs:
+                problem = (
+                    f"hydra.sweep.dir={latest}: holds a sweep of other jobs; finish that with the command it was "
+                    f"started with, or leave hydra.sweep.dir out"
+                )
+        if side_by_side(config.hydra):
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # joblib would kill workers that are saving; they get it too
+
+
+def side_by_side(hydra: Any) -> bool:
+    """Whether the jobs are processes on this machine that go on beside each other."""
+    return "joblib" in str(hydra.launcher._target_)
 
 
 class Job:
     """One job of a sweep; its file is read and written by whichever process runs it."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.number, self.log = number, folder / f"job_{number}.log"
-        self._file = folder / f"job_{number}.json"
+        self.folder, self.number, self.log = folder, number, folder / f"job_{number}.log"
+        self._file, self._lock = folder / f"job_{number}.json", folder / f"job_{number}.lock"
 
     def read(self) -> dict[str, Any]:
         return _read(self._file)
@@ -51,28 +75,32 @@ class Job:
     def write(self, **values: Any) -> None:
         _write(self._file, self.read() | values)
 
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Whether this process has the job to itself, within the block."""
+        with open(self._lock, "a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                yield False
+            else:
+                yield True
+
     def state(self) -> str:
         """done, failed, running, stopped or missing."""
-        known = self.read()
-        status = known.get("status", "missing")
-        if status == "running" and not _in_use(known.get("run")):
-            return "stopped"
-        return str(status)
+        status = str(self.read().get("status", "missing"))
+        if status != "running":
+            return status
+        with self.held() as free:
+            return "stopped" if free else "running"
 
 
 def current() -> Job | None:
-    """The job that this process runs; None outside a sweep. Raises UserError in the folder of another sweep."""
+    """The job that this process runs; None outside a sweep."""
     config = HydraConfig.get()
     if config.mode != RunMode.MULTIRUN:
         return None
-    folder, number = Path(config.sweep.dir), int(config.job.num)
-    planned = _read(folder / PLAN).get("jobs", [])
-    if number >= len(planned) or planned[number] != _task(config):
-        raise UserError(
-            f"hydra.sweep.dir={folder}: holds a sweep of other jobs; finish that with the command it was started "
-            f"with, or leave hydra.sweep.dir out"
-        )
-    return Job(folder, number)
+    return Job(Path(config.sweep.dir), int(config.job.num))
 
 
 def jobs(folder: Path) -> list[tuple[str, Job]]:
@@ -96,20 +124,6 @@ def _task(config: Any) -> list[str]:
     found = OmegaConf.to_container(config.overrides.task, resolve=False)
     assert isinstance(found, list)
     return found
-
-
-def _in_use(run: str | None) -> bool:
-    """Whether a process holds the directory of a run; also where it is not known yet which that is."""
-    if run is None:
-        return True
-    try:
-        with open(Path(run) / ".lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _read(file: Path) -> dict[str, Any]:

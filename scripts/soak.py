@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from model import launch
-from model.config import RunFailed, Strict, validate
+from model.config import RunFailed, Strict, UserError, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -31,6 +31,7 @@ RUN = ["data=text", "data.path=text.txt", "data.prompt=", "tokenizer=bytes", "mo
        "model.context_length=32", "model.dropout=0.1", "train.batch_size=4", "train.micro_batch_size=2",
        "train.eval_interval=5", "train.save_interval=3", "train.log_interval=1", "train.eval_tokens=2000",
        "train.precision=fp32", "train.device=cpu"]  # fmt: skip
+MARK = "soak"  # of a folder that may be emptied
 WITH_WANDB = 0.1  # of the pieces, which start slowly
 
 
@@ -49,9 +50,12 @@ def main(values: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     work = Path(config.work).expanduser().resolve()
+    if work.exists() and not (work / MARK).exists():
+        raise UserError(f"work={work}: is there already, and would be emptied; give another")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     os.chdir(work)
+    Path(MARK).touch()
     Path("text.txt").write_text("In the beginning God created the heaven and the earth. " * 2000)
     draw, kills, trainings = random.Random(config.seed), Counter[str](), 0
     options = [*RUN, f"train.steps={config.steps}", "resume=auto"]
@@ -141,6 +145,8 @@ def compare(run: Path, straight: Path) -> None:
 
     ours, theirs = (checkpoint.read(checkpoint.newest_first(path)[0]) for path in (run, straight))
     different = [key for key in theirs if not same(ours[key], theirs[key])]
+    best, their_best = (checkpoint.read(path / "checkpoints" / "best.pt") for path in (run, straight))
+    different += [f"{key} of best.pt" for key in their_best if not same(best[key], their_best[key])]
     rows, others = (
         [
             {key: value for key, value in json.loads(line).items() if not key.startswith("perf/")}

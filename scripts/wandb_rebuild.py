@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from model import launch
-from model.config import Strict, UserError, validate
+from model.config import RunFailed, Strict, UserError, validate
 
 
 class RebuildConfig(Strict):
@@ -23,11 +24,13 @@ def main(values: dict[str, Any]) -> None:
 
     run_config, run_id = run_dir.load_config(path), run_dir.wandb_id(path)
     try:
-        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines = (path / "metrics.jsonl").read_text().splitlines()
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path}: metrics.jsonl is not readable ({error}); give the directory of a run"
-        ) from None
+        raise UserError(f"{path}: metrics.jsonl is not readable ({error}); give a run directory") from None
+    rows = []
+    for line in lines:
+        with suppress(ValueError):  # cut short by a kill; resuming writes it again
+            rows.append(json.loads(line))
     if run_id is None:
         raise UserError(f"{path}: run.json has no W&B id; give the directory of a run that train.py made")
     folder = path / "wandb_rebuilt"
@@ -41,7 +44,9 @@ def main(values: dict[str, Any]) -> None:
         if rows:
             wandb.conclude({key: value for key, value in rows[-1].items() if key.startswith("val/")}, {})
     made = sorted(folder.glob("wandb/offline-run-*"))
-    print(f"{len(rows)} points. Upload them with: wandb sync {made[-1] if made else folder}")
+    if not made:
+        raise RunFailed(f"{folder}: W&B has written no run; its reason is above")
+    print(f"{len(rows)} points. Upload them with: wandb sync {made[-1]}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import RunFailed
+from model.config import RunFailed, UserError
 from model.training import checkpoint, loop
 from model.training.interrupt import Interrupt
 from model.training.optim import Optimizers
@@ -130,6 +130,48 @@ def test_checkpoint_of_several_processes_is_read_by_any_number(train_tiny: Train
     assert torch.equal(torch.get_rng_state(), before)
     checkpoint.set_rng(state, rank=0)
     assert torch.equal(torch.get_rng_state(), state["rng"][0]["cpu"])
+
+
+def test_best_is_replaced_before_the_step_so_that_a_kill_between_loses_neither(
+    train_tiny: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*BUSY, "train.steps=9", "train.save_interval=100"]
+    straight = train_tiny(*options, name="straight")
+    replace = os.replace
+
+    def killed(source: Any, target: Any) -> None:
+        if Path(target).name == "step_00000006.pt":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train_tiny(*options, name="pieces")
+    monkeypatch.setattr(os, "replace", replace)
+    pieces = train_tiny(*options, name="pieces")
+    best = [checkpoint.read(path / "checkpoints/best.pt") for path in (straight, pieces)]
+    assert best[0]["step"] == best[1]["step"] and best[0]["best_loss"] == best[1]["best_loss"]
+    assert_same_run(straight, pieces)
+
+
+def test_stopped_run_that_is_shortened_below_where_it_is_counts_as_finished(
+    train_tiny: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop.Training, "_validate", lambda self: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        train_tiny("train.steps=9", "train.eval_interval=5")
+    with pytest.raises(UserError, match="finished at step 5"):
+        train_tiny("train.steps=4")
+
+
+def test_talking_to_a_closed_pipe_does_not_keep_a_signal_from_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", broken)
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.signal == signal.SIGINT
 
 
 # --- disks -------------------------------------------------------------------------------------------------

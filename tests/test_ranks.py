@@ -125,8 +125,9 @@ def test_signal_saves_once_and_another_number_of_processes_goes_on(
     assert code == 0, said
     assert run(tmp_path, sys.executable, *command, f"run_dir={straight}", "resume=auto")[0] == 0
     assert_same_curve(pieces, straight)
-    code, said = run(tmp_path, sys.executable, *command, f"run_dir={pieces}", "resume=auto")
-    assert code == 0 and "finished at step 400" in said  # a job that is queued once more does no harm
+    # a job that is queued once more does no harm
+    code, said = run(tmp_path, *TORCHRUN, "--nproc_per_node=2", *command, f"run_dir={pieces}", "resume=auto")
+    assert code == 0 and "finished at step 400" in said
 
 
 def test_dying_process_ends_the_job_with_its_reason(tmp_path: Path, command: list[str]) -> None:

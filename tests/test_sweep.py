@@ -46,7 +46,11 @@ def test_jobs_run_in_processes_of_their_own_and_a_failed_one_is_reported(
     code, said, wrong = run(
         tmp_path, *TRAIN, f"data.path={shards}", "model.n_head=2,4,3", f"hydra/launcher={launcher}"
     )
-    assert code == 2 and "1 of 3 jobs failed: model.n_head=3" in wrong and "does not divide" in wrong + said
+    assert (
+        code == 2
+        and "1 of 3 jobs failed or were stopped: model.n_head=3" in wrong
+        and "does not divide" in wrong + said
+    )
     assert "model.n_head=2" in said and "model.n_head=4" in said
     assert len(list(tmp_path.glob("runs/*_seed0*/metrics.jsonl"))) == 2
     logs = sorted(tmp_path.glob("runs/.multirun/*/job_*.log"))

@@ -17,7 +17,7 @@ import torch
 from data.loader import TokenStream
 from model.config import RunFailed, UserError
 from model.load import build_model, check_buildable, load_parent, load_run
-from model.training import checkpoint, run_dir
+from model.training import checkpoint, continued, run_dir
 from model.training.config import OptimConfig
 from model.training.optim import Optimizers, lr_factor
 from tests.conftest import (
@@ -400,19 +400,23 @@ def test_resume_allows_length_and_refuses_another_experiment() -> None:
     stored = compose_config("train.steps=10")
     values = stored.model_dump()
     longer = values | {"train": values["train"] | {"steps": 30}}
-    config, said = run_dir.merge_for_resume(stored, longer, ["resume", "train.steps"])
+    config, said = continued.merge_for_resume(stored, longer, ["resume", "train.steps"])
     assert config.train.steps == 30 and said == ["train.steps: 10 -> 30"]
     other = values | {"position": POSITIONS["alibi"], "model": values["model"] | {"n_layer": 6}}
     with pytest.raises(
         UserError, match=r"cannot change model.n_layer \(4 -> 6\), .*position._target_ \(.*ALiBi\)"
     ):
-        run_dir.merge_for_resume(stored, other, ["position", "model.n_layer"])
+        continued.merge_for_resume(stored, other, ["position", "model.n_layer"])
     masked = values | {"objective": "mlm"}
     with pytest.raises(
         UserError, match=r"change objective \(causal -> mlm\), model.causal \(True -> False\)"
     ):
-        run_dir.merge_for_resume(stored, masked, ["objective"])
-    config, said = run_dir.merge_for_resume(stored, other, [])
+        continued.merge_for_resume(stored, masked, ["objective"])
+    config, said = continued.merge_for_resume(stored, other, [])
+    extended = stored.model_copy(update={"model": stored.model.model_copy(update={"original_length": 16})})
+    config, said = continued.merge_for_resume(extended, stored.model_dump(), ["model"])
+    assert config.model.original_length == 16 and not said  # a group of models knows nothing of it
+    config, said = continued.merge_for_resume(stored, other, [])
     assert config.model.n_layer == 4 and said == []
 
 
@@ -456,11 +460,11 @@ def test_extended_run_has_the_parents_configuration_and_weights(
         *("position/scaling=linear", "position.scaling.factor=4", "data=bin", "data.path=x"),
         *("model.context_length=128", "train.steps=7", f"init_from={parent}"),
     ).model_dump()
-    config = run_dir.extend(run_dir.load_config(parent), composed, ["position/scaling", *sorted(given)])
+    config = continued.extend(run_dir.load_config(parent), composed, ["position/scaling", *sorted(given)])
     assert config.model.context_length == 128 and config.model.original_length == CONTEXT
     assert config.position["scaling"]["factor"] == 4 and config.optim.lr == 0.004
     assert config.model.n_embd == 32 and config.tokenizer.name == "bytes" and config.train.steps == 7
-    again = run_dir.extend(config, composed | {"model": {"context_length": 512}}, ["model.context_length"])
+    again = continued.extend(config, composed | {"model": {"context_length": 512}}, ["model.context_length"])
     assert again.model.original_length == CONTEXT  # that of the pretraining, not of the parent
 
     model = build_model(config)

@@ -21,7 +21,8 @@ from model.findings.code_version import TRAINING, code_version
 from model.findings.measure import measure_id
 from model.findings.spec import Finding, Measure, RunSpec, Scale
 from model.training.config import RunConfig
-from model.training.run_dir import extend, write_json
+from model.training.continued import extend
+from model.training.run_dir import write_json
 
 # what cannot change a number of the result
 _IRRELEVANT: dict[str, Any] = {

@@ -11,7 +11,8 @@ import torch
 import train
 from data.loader import TokenStream
 from data.prepare import prepare
-from model.config import RunFailed, validate
+from model.config import validate
+from model.errors import Diverged
 from model.findings.jobs import Job, Results
 from model.findings.measure import LOSSES, RETRIEVAL, measure, measure_id
 from model.findings.pool import has_weights
@@ -50,7 +51,7 @@ def main(what: dict[str, Any]) -> None:
                     (own / kept).unlink(missing_ok=True)
                 try:
                     found |= trained(config.model_copy(update={"init_from": what["parent"]}), own, folder)
-                except RunFailed as error:
+                except Diverged as error:
                     results.add(job, **found, diverged=str(error))
                     return
             results.add(job, **found)
@@ -75,7 +76,7 @@ def trained(config: RunConfig, path: Path, folder: Path) -> dict[str, Any]:
     """Train in `path`, or on from its newest checkpoint; the curve of validation and what it took."""
     loader = train.make_loader(config, TokenStream(folder, "train"))
     state = checkpoint.read_newest(path, print)
-    if state is None or state["step"] < config.train.steps:
+    if state is None or state["step"] < config.train.steps or state.get("pending"):
         train.train(config, path, loader, TokenStream(folder, "val"))
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     validations = [row for row in rows if "val/loss" in row]

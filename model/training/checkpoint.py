@@ -40,14 +40,16 @@ def save(run_dir: Path, step: int, state: dict[str, Any], keep: int, is_best: bo
         path.parent.mkdir(exist_ok=True)
         for stale in path.parent.glob(".*.tmp"):  # left by a kill in the middle of a save
             stale.unlink()
-        write_atomically(path, content.getvalue())
-        if is_best:
-            temporary = best.with_name(".best.pt.tmp")
+        if is_best:  # first: a kill in between then only repeats the step that is best
+            write_atomically(best, content.getvalue())
+            temporary = path.with_name(f".{path.name}.tmp")
             try:
-                os.link(path, temporary)
+                os.link(best, temporary)
             except OSError:  # a file system without hard links
-                shutil.copyfile(path, temporary)
-            os.replace(temporary, best)
+                shutil.copyfile(best, temporary)
+            os.replace(temporary, path)
+        else:
+            write_atomically(path, content.getvalue())
         later = [other for other in newest_first(run_dir) if other.name > path.name]
         for old in later + newest_first(run_dir)[len(later) + keep :]:
             old.unlink()

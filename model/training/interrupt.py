@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -38,11 +39,12 @@ class Interrupt:
         self.signal, self._first = number, time.monotonic()
         if self._leads:
             name = signal.Signals(number).name
-            print(
-                f"\n{name}: saving at the next step boundary; again to quit at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            with suppress(OSError, RuntimeError):  # a pipe whose reader has got the same Ctrl-C
+                print(
+                    f"\n{name}: saving at the next step boundary; again to quit at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

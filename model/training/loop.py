@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from data.loader import TokenStream, TrainLoader
 from data.masking import IGNORED, VALIDATION_SEED, Masking, examples
 from data.tasks import TaskStream
 from data.tokenizer import vocab_size
-from model.errors import RunFailed, UserError
+from model.errors import Diverged, UserError
 from model.evaluation.perplexity import Score, evaluate, target_losses
 from model.load import build_model, identity, load_parent
 from model.training import checkpoint, report, run_dir
@@ -92,17 +92,16 @@ class Training:
                 checkpoint.set_rng(state, ranks.rank)
                 self.step, self.best_loss = state["step"], state["best_loss"]
                 self.skipped, self.pending = state.get("skipped", 0), state.get("pending")
-                if self.step >= config.train.steps and not self.pending:
-                    raise Finished(
-                        f"{self.path}: finished at step {self.step}; give train.steps={2 * self.step} to train on "
-                        f"from there"
-                    )
+        if self.step > config.train.steps or (self.step == config.train.steps and not self.pending):
+            raise Finished(
+                f"{self.path}: finished at step {self.step}; give train.steps={2 * self.step} to train on from there"
+            )
         self.run_id = ranks.lead(lambda: run_dir.record(self.path, config, self.loader.stream.folder, parent))
         if config.train.compile:
             self.model.compile()  # in place, so that the names of the weights stay as they are
         self.parallel = ranks.parallel(self.model)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> dict[str, Any] | None:
         """Train to the end, and return the final row. Raises SystemExit with 128 + n after signal n, all saved."""
         config, length = self.config, self.config.model.context_length
         settings = config.model_dump(mode="json", exclude={"run_dir", "resume"}) | run_dir.environment()
@@ -111,7 +110,7 @@ class Training:
             if self.ranks.leads:
                 metrics = JsonLines(self.path / "metrics.jsonl", resumed_step=self.step - bool(self.pending))
                 self.metrics = stack.enter_context(metrics)
-                if metrics.dropped_to:
+                if metrics.dropped_to > self.step:
                     print(
                         f"Steps {self.step + 1} to {metrics.dropped_to} are run again; W&B keeps the points that it has"
                     )
@@ -122,24 +121,23 @@ class Training:
             ):
                 while not self.stopping and (self.pending or self.step < config.train.steps):
                     self._settle(self.pending or self._advance())
-            if self.stopping and (self.pending or self.step < config.train.steps):
-                print(
-                    f"Stopped at step {self.step}, saved. Continue with: "
-                    f"python train.py resume={shlex.quote(str(self.path))}"
-                )
-                raise SystemExit(128 + max(self.ranks.gather(self.interrupt.signal or 0)))
-            assert self.val is not None
-            if self.ranks.leads:
+            stopped = self.stopping and (self.pending is not None or self.step < config.train.steps)
+            if self.ranks.leads and not stopped:
+                assert self.val is not None
                 sample, summary = report.sample(self.model, config), self._summary()
                 self.wandb.conclude(self.val.metrics() | summary, {"sample": sample} if sample else {})
+        # when all have got here: torchrun ends the others as soon as one has gone
+        signals = self.ranks.gather(self.interrupt.signal or 0)
+        if stopped:
+            print(
+                f"Stopped at step {self.step}, saved. Continue with: "
+                f"python train.py resume={shlex.quote(str(self.path))}"
+            )
+            raise SystemExit(128 + max(signals))
+        assert self.val is not None
         if self.ranks.leads:
             report.finished(self.path, self.step, length, config.model.causal, self.val, summary, sample)
-        return {
-            "val loss": self.val.loss,
-            "perplexity": self.val.perplexity,
-            "bits/byte": self.val.bits_per_byte,
-            "run": str(self.path),
-        }
+        return run_dir.final_row(self.path)
 
     def _advance(self) -> dict[str, Any]:
         """One step: its row for the metrics."""
@@ -181,11 +179,17 @@ class Training:
             f"earlier checkpoints of {self.path} are kept; try again with lower optim.lr and optim.muon_lr"
         )
         if train.on_nonfinite == "stop":
-            raise RunFailed(f"{what}; stopped before the update; {advice}, or train.on_nonfinite=skip")
+            self._diverged(f"{what}; stopped before the update; {advice}, or train.on_nonfinite=skip")
         if self.skipped > train.max_skips:
-            raise RunFailed(f"{what}; {train.max_skips} steps before it were skipped as well; {advice}")
+            self._diverged(f"{what}; {train.max_skips} steps before it were skipped as well; {advice}")
         self.model.zero_grad(set_to_none=True)
         self.progress.note(f"{what}; skipped, {self.skipped} in a row")
+
+    def _diverged(self, sentence: str) -> NoReturn:
+        """Raises Diverged on all ranks, of which one says why: each has the same weights."""
+        error = Diverged(sentence)
+        error.said = not self.ranks.leads
+        raise error
 
     def _settle(self, row: dict[str, Any]) -> None:
         """Validate, log and save what is due after a step; on a signal, save and leave the rest for the next time."""
@@ -198,9 +202,10 @@ class Training:
         self.stopping = self.stopping or (validating and val is None)
         self.pending = row if validating and val is None else None
         saving = last or self.stopping or self.step % train.save_interval == 0
-        is_sound = is_finite(self.model) and (val is None or math.isfinite(val.loss))
-        if (validating or saving) and self._any(not is_sound):
-            raise RunFailed(
+        if (validating or saving) and self._any(
+            not is_finite(self.model) or (val is not None and not math.isfinite(val.loss))
+        ):
+            self._diverged(
                 f"step {self.step}: the update left a model that is not finite; it was not saved, earlier checkpoints "
                 f"of {self.path} are kept; try again with lower optim.lr and optim.muon_lr"
             )

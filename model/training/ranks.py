@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 SILENCE = timedelta(minutes=10)  # of one process, after which the others give up on a gradient
+SECONDS_TO_SAVE = 30
 WAIT = timedelta(days=7)  # for one that prepares data, or saves
 # else torchrun lends all attempts one store, where a restarted process finds the addresses of the attempt before
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -165,6 +167,8 @@ def _end_with(parent: int) -> None:
     """End this process when torchrun's agent has, which can be killed without a word to those that it started."""
     while os.getppid() == parent:
         time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)  # a last chance to save
+    time.sleep(SECONDS_TO_SAVE)
     os._exit(1)
 
 

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -70,7 +71,8 @@ class Progress:
         self._bar.update(self._task, completed=step, text=self._text)
         if not self._console.is_terminal and time.monotonic() - self._said > SECONDS_BETWEEN_LINES:
             left = (time.monotonic() - self._began) / (step - self._first) * (self._steps - step)
-            print(f"step {step}/{self._steps} | {self._text} | ETA {left:.0f} s", flush=True)
+            with suppress(OSError):  # a training outlives the pipe that it talks to
+                print(f"step {step}/{self._steps} | {self._text} | ETA {left:.0f} s", flush=True)
             self._said = time.monotonic()
 
     def evaluating(self, done: int, total: int) -> None:
@@ -78,18 +80,20 @@ class Progress:
 
     def note(self, sentence: str) -> None:
         """Print something that stays on the screen."""
-        self._console.print(sentence, highlight=False, markup=False)
+        with suppress(OSError):
+            self._console.print(sentence, highlight=False, markup=False)
 
     def say(self, step: int, loss: float | None, val: Score) -> None:
         """Print a validation; it stays on the screen."""
         train = "" if loss is None else f" | train {loss:.4f}"
         error = "" if val.standard_error is None else f" ± {val.standard_error:.4f}"
         bits = "" if val.bits_per_byte is None else f" | {val.bits_per_byte:.3f} bits/byte"
-        self._console.print(
-            f"step {step}/{self._steps}{train} | val {val.loss:.4f}{error}"
-            f" | perplexity {val.perplexity:.2f}{bits}",
-            highlight=False,
-        )
+        with suppress(OSError):
+            self._console.print(
+                f"step {step}/{self._steps}{train} | val {val.loss:.4f}{error}"
+                f" | perplexity {val.perplexity:.2f}{bits}",
+                highlight=False,
+            )
 
 
 def sample(model: GPT, config: RunConfig) -> tuple[str, str] | None:
