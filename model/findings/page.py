@@ -68,6 +68,8 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
         "",
     ]
     lines += [f"![{figure.stem}]({figure.as_posix()})\n" for figure in figures]
+    if finding.discussion:
+        lines += ["## What the verdicts rest on", "", finding.discussion.strip(), ""]
     lines += ["## Why these thresholds", ""]
     lines += [f"- {claim['id']}: {claim['why'].strip()}" for claim in content["claims"]]
     lines += ["", "## What differs from the paper", "", finding.differs.strip(), ""]

@@ -138,6 +138,7 @@ class Finding(Strict):
     title: str
     paper: str
     differs: str  # from the paper
+    discussion: str = ""  # what else was measured about the verdicts, written after them
     longest: PositiveFloat  # window of any of its measures of loss, in multiples of L
     runs: dict[str, RunSpec]
     claims: list[Claim]
