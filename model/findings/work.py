@@ -82,7 +82,11 @@ def trained(config: RunConfig, path: Path, folder: Path) -> dict[str, Any]:
     validations = [row for row in rows if "val/loss" in row]
     speed = sorted(row["perf/tokens_per_s"] for row in rows if "perf/tokens_per_s" in row)
     return {
-        "first_losses": [[row["step"], row["train/loss"]] for row in rows if row["step"] <= FIRST_STEPS],
+        "first_losses": [
+            [row["step"], row["train/loss"]]
+            for row in rows
+            if row["step"] <= FIRST_STEPS and "train/loss" in row
+        ],
         "val_loss": validations[-1]["val/loss"],
         "curve": [[row["tokens"], row["val/loss"]] for row in validations],
         "tokens": rows[-1]["tokens"],
