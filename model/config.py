@@ -124,7 +124,7 @@ def validate(schema: type[StrictModel], values: Mapping[str, Any], prefix: str =
     try:
         return schema.model_validate(dict(values))
     except ValidationError as error:
-        raise UserError(_sentence(schema, error, prefix)) from None
+        raise UserError(" ".join(_sentence(schema, error, prefix).split())) from None
 
 
 def _sentence(schema: type[BaseModel], error: ValidationError, prefix: str) -> str:

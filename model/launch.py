@@ -125,7 +125,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         if started and not isinstance(error, HydraException | OmegaConfBaseException):
             raise  # ours, not a mistake in what was typed
         refuse(explained(error, config_name, given))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,30 +48,22 @@ overrides = st.one_of(
 ).filter(lambda argument: not argument.startswith("-") and "hydra" not in argument)
 
 
-@pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty working directory, which has to stay empty."""
-    folder = tmp_path_factory.mktemp("empty")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        yield folder
-    assert list(folder.iterdir()) == []
-
-
 @settings(max_examples=1000, **UNLIMITED)
 @given(arguments=st.lists(overrides, min_size=1, max_size=3))
-def test_overrides_are_taken_or_refused_with_one_sentence(empty: Path, arguments: list[str]) -> None:
+def test_overrides_are_taken_or_refused_with_one_sentence(tmp_path: Path, arguments: list[str]) -> None:
     def task(configured: dict[str, Any]) -> None:
         config = validate(RunConfig, configured)
         check_buildable(config)
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
         patch.setattr(sys, "argv", ["train.py", *arguments])
         launch.fresh()
         try:
             launch.main("config", task)
         except SystemExit as end:
             assert end.code in {0, 2}, arguments
+    assert list(tmp_path.iterdir()) == []  # nothing is written before the configuration is known to be right
 
 
 def changed(content: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
