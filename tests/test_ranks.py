@@ -86,13 +86,13 @@ def steps_of(path: Path) -> int:
         return 0
 
 
-def assert_same_curve(path: Path, other: Path) -> None:
+def assert_same_curve(path: Path, other: Path, rel: float) -> None:
     rows, others = lines(path), lines(other)
     assert [row["step"] for row in rows] == [row["step"] for row in others]
     for a, b in zip(rows, others, strict=True):
         for key in ("train/loss", "val/loss", "optim/grad_norm"):
             assert (key in a) == (key in b)
-            assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-5)
+            assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=rel)
 
 
 def test_two_processes_have_the_losses_of_one_and_one_run(tmp_path: Path, command: list[str]) -> None:
@@ -103,7 +103,7 @@ def test_two_processes_have_the_losses_of_one_and_one_run(tmp_path: Path, comman
     assert said.count("Training ") == 1 and "on 2 processes, cpu," in said and said.count("step 12/12") == 1
     assert len(list(tmp_path.glob("runs/wandb/offline-run-*"))) == 1
     assert run(tmp_path, sys.executable, *command, "run_dir=runs/one")[0] == 0
-    assert_same_curve(tmp_path / "runs/two", tmp_path / "runs/one")
+    assert_same_curve(tmp_path / "runs/two", tmp_path / "runs/one", rel=1e-5)
     own = checkpoint.read(checkpoint.newest_first(tmp_path / "runs/two")[0])["rng"]
     assert len(own) == 2 and not torch.equal(own[0]["cpu"], own[1]["cpu"])  # dropout masks of their own
 
@@ -124,7 +124,8 @@ def test_signal_saves_once_and_another_number_of_processes_goes_on(
     code, said = run(tmp_path, sys.executable, *command, f"run_dir={pieces}", "resume=auto")
     assert code == 0, said
     assert run(tmp_path, sys.executable, *command, f"run_dir={straight}", "resume=auto")[0] == 0
-    assert_same_curve(pieces, straight)
+    # rounding grows over hundreds of steps; other data would be seen in the first digit
+    assert_same_curve(pieces, straight, rel=2e-3)
     # a job that is queued once more does no harm
     code, said = run(tmp_path, *TORCHRUN, "--nproc_per_node=2", *command, f"run_dir={pieces}", "resume=auto")
     assert code == 0 and "finished at step 400" in said
