@@ -58,8 +58,8 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         refuse("torchrun starts one training; a sweep (-m) starts its own")
     given = [argument for argument in sys.argv[1:] if re.match(r"[\w/]+=[\w-]+$", argument)]
     for argument in sys.argv[1:]:
-        key, _, option = argument.partition("=")
-        if "." in key and re.fullmatch(r"[\w.]+", key) and (CONF / key.replace(".", "/")).is_dir():
+        key, equals, option = argument.partition("=")
+        if equals and "." in key and re.fullmatch(r"[\w.]+", key) and (CONF / key.replace(".", "/")).is_dir():
             refuse(f"{argument}: a group is named with a slash; give {key.replace('.', '/')}={option}")
     sweep.typed = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]
     sys.argv[1:] = [quoted(argument, multirun) for argument in sys.argv[1:]]

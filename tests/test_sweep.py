@@ -102,3 +102,18 @@ def test_status_without_a_sweep_is_one_sentence(tmp_path: Path) -> None:
     for arguments in ([], ["sweep=nothing"]):
         code, _, wrong = run(tmp_path, sys.executable, script, *arguments)
         assert code == 2 and wrong.startswith("error: ") and len(wrong.splitlines()) == 1
+
+
+def test_slurm_configuration_composes(tmp_path: Path) -> None:
+    options = [
+        "hydra/launcher=slurm",
+        "hydra.launcher.partition=gpu",
+        "--cfg",
+        "hydra",
+        "-p",
+        "hydra.launcher",
+    ]
+    code, said, _ = run(tmp_path, sys.executable, str(ROOT / "train.py"), *options)
+    assert (
+        code == 0 and "SlurmLauncher" in said and "partition: gpu" in said and "signal_delay_s: 120" in said
+    )
