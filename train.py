@@ -15,7 +15,7 @@ from data.prepare import prepare
 from data.tasks import lessons
 from data.tokenizer import vocab_size
 from model import launch, sweep
-from model.config import UserError, validate
+from model.config import UserError, to_path, validate
 from model.training import continued, run_dir
 from model.training.config import RunConfig
 from model.training.ranks import Ranks
@@ -31,7 +31,7 @@ def main(values: dict[str, Any]) -> dict[str, Any] | None:
 
             check_buildable(config, starts=path is None and ranks.leads)
             # the shards of a run that goes on are where it had them, unless it is told of others
-            earlier = path or (Path(config.init_from).expanduser() if config.init_from else None)
+            earlier = path or (to_path(config.init_from) if config.init_from else None)
             if earlier is None or any(re.match(r"(data|tokenizer)\b", key) for key in launch.overridden()):
                 folder = prepare(config.data, config.tokenizer.name)
             else:
@@ -64,12 +64,12 @@ def settle_on_config(values: dict[str, Any], earlier: str | None) -> tuple[RunCo
     elif resume == "auto":
         if values["run_dir"] is None:
             raise UserError("resume=auto needs the place to look for a run; give run_dir=runs/<name>")
-        own = Path(values["run_dir"]).expanduser()
+        own = to_path(values["run_dir"])
         resume = values["run_dir"] if (own / "config.yaml").exists() else None
     elif resume is not None and (not resume or values["run_dir"] is not None):
         raise UserError("resume=<run_dir> takes a run directory, and goes on in it without run_dir=")
     if resume is not None:
-        path = Path(resume).expanduser()
+        path = to_path(resume)
         config, changes = continued.merge_for_resume(run_dir.load_config(path), values, launch.overridden())
         print("\n".join([f"Resuming {path}", *(f"  changed on request: {change}" for change in changes)]))
         return config, path
@@ -77,7 +77,7 @@ def settle_on_config(values: dict[str, Any], earlier: str | None) -> tuple[RunCo
     logger, values = values["logger"], values | {"resume": None}
     values["logger"] = logger | {"group": logger["group"] or group, "tags": [*logger["tags"], *tags]}
     if values["init_from"] is not None:
-        parent = Path(values["init_from"]).expanduser()
+        parent = to_path(values["init_from"])
         return continued.extend(run_dir.load_config(parent), values, launch.overridden()), None
     return validate(RunConfig, values), None
 

@@ -27,7 +27,7 @@ from data.shards import check_complete, open_shard, token_dtype
 from data.sources import DataConfig, Source
 from data.text import Split
 from data.writer import SplitWriter
-from model.config import UserError
+from model.config import UserError, to_path
 
 JOURNAL_SECONDS = 5  # at most so much work is done again after a kill
 SPLITS: tuple[Split, ...] = ("train", "val")
@@ -40,11 +40,9 @@ def prepare(config: DataConfig, tokenizer_name: str, say: Callable[[str], None] 
     or damaged, the disk is full, or `data.out` holds shards of another tokenizer.
     """
     if config.source == "bin":
-        return Path(str(config.path)).expanduser()
+        return to_path(str(config.path))
     source = sources.find(config)
-    folder = (
-        Path(config.out).expanduser() if config.out else Path("shards") / f"{source.name}-{tokenizer_name}"
-    )
+    folder = to_path(config.out) if config.out else Path("shards") / f"{source.name}-{tokenizer_name}"
     made_from = {"source": source.name, "tokenizer": tokenizer_name, "shard_tokens": config.shard_tokens}
     if config.source != "kjv":
         made_from["val_fraction"] = config.val_fraction

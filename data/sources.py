@@ -19,7 +19,7 @@ from pydantic import Field, PositiveInt, model_validator
 from data import openwebtext, readers
 from data.pieces import LONGEST_RECORD, Given, Piece, reading
 from data.text import BLOCK, Split
-from model.config import Strict, UserError
+from model.config import Place, Strict, UserError, to_path
 
 # one book of each kind: history, wisdom, narrative, letter. None retells another book (as Luke would Mark)
 KJV_HELD_OUT = {"1 Samuel": 9, "Proverbs": 20, "Acts": 44, "Romans": 45}
@@ -38,8 +38,8 @@ class DataConfig(Strict):
     """
 
     source: Literal["kjv", "text", "openwebtext", "bin"]
-    path: str | None = None
-    out: str | None = None
+    path: Place | None = None
+    out: Place | None = None
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     text_key: str = "text"
     shards: PositiveInt | None = None
@@ -118,7 +118,7 @@ def find(config: DataConfig) -> Source:
 
 def _files(given: str, suffixes: tuple[str, ...]) -> tuple[Path, list[Path]]:
     """The folder that all lie in, and the files in an order that no locale changes."""
-    path = Path(given).expanduser()
+    path = to_path(given)
     if path.is_file():
         return path.parent, [path]
     if path.is_dir():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -26,6 +28,20 @@ __all__ = ["RunFailed", "UserError"]
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 LogitScale = Literal["none", "log_n", "yarn", "drope"]
+
+
+def from_home(path: Path | str) -> str:
+    """The path with ~ for the home directory, so that no record of a run tells whose it was."""
+    home, given = os.path.expanduser("~").rstrip("/"), str(path)
+    return f"~{given[len(home) :]}" if home and (given == home or given.startswith(f"{home}/")) else given
+
+
+def to_path(given: str) -> Path:
+    """The path with ~ expanded; a user that does not exist is left for whoever opens it to miss."""
+    return Path(os.path.expanduser(given))
+
+
+Place = Annotated[str, AfterValidator(from_home)]  # of files; whoever opens one expands ~
 
 
 class Strict(BaseModel):

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from data import tokenizer
-from model.config import UserError, validate
+from model.config import UserError, from_home, to_path, validate
 from model.gpt import GPT
 from model.position import build
 from model.training import checkpoint, run_dir
@@ -32,7 +32,7 @@ def check_buildable(config: RunConfig, starts: bool = True) -> None:
     with torch.device("meta"):
         model = build_model(config)
     if config.init_from and starts:
-        path = Path(config.init_from).expanduser()
+        path = to_path(config.init_from)
         checkpoint.check_weights(model, _parent_state(path), path)
     pick_device(config.train.device, "train.device")
 
@@ -79,11 +79,11 @@ def load_parent(model: GPT, config: RunConfig) -> dict[str, Any]:
 
     Raises UserError when it has no checkpoint, or one of another shape.
     """
-    path = Path(str(config.init_from)).expanduser()
+    path = to_path(str(config.init_from))
     state = _parent_state(path)
     checkpoint.load_weights(model, state, path)
     length = config.model.dims.original_length
-    return {"run": str(path.resolve()), "step": state["step"], "original_length": length}
+    return {"run": from_home(path.resolve()), "step": state["step"], "original_length": length}
 
 
 def _parent_state(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -14,7 +13,7 @@ from pydantic import PositiveInt
 
 from data.benchmark import OPENWEBTEXT_BYTES, loading, tokenizing
 from model import launch
-from model.config import CONF, GPTConfig, Strict, UserError, validate
+from model.config import CONF, GPTConfig, Strict, UserError, to_path, validate
 
 FILES = {path.stem: path for path in sorted((CONF / "position").glob("*.yaml"))}
 # NoPE first, for the others are compared with it
@@ -58,7 +57,7 @@ def main(values: dict[str, Any]) -> None:
     launch.print_table(rows, title=f"{config.what} on {device}, {torch.get_num_threads()} threads")
     if config.what == "tokenize":
         print(openwebtext_estimate(rows[1]["MB/s"], torch.get_num_threads()))
-    out = Path(config.out).expanduser()
+    out = to_path(config.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

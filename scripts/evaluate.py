@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 
 from data.loader import TokenStream
 from model import launch
-from model.config import LogitScale, Strict, UserError, validate
+from model.config import LogitScale, Strict, UserError, to_path, validate
 from model.evaluation.kept import Kept, Row
 
 if TYPE_CHECKING:  # --help and a mistyped key are answered without loading torch
@@ -61,7 +61,7 @@ def main(values: dict[str, Any]) -> None:
     from model.evaluation import lengths, retrieval
     from model.training.metrics import log_evaluation
 
-    paths = [Path(run).expanduser() for run in ([config.run] if isinstance(config.run, str) else config.run)]
+    paths = [to_path(run) for run in ([config.run] if isinstance(config.run, str) else config.run)]
     scores: list[Row] = []
     attention: list[Row] = []
     found: list[Row] = []

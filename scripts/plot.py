@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from model import launch
-from model.config import Strict, UserError, validate
+from model.config import Strict, UserError, to_path, validate
 
 
 class PlotConfig(Strict):
@@ -36,7 +36,7 @@ def curve(run: Path, metric: str) -> tuple[list[float], list[float]]:
 
 def main(values: dict[str, Any]) -> None:
     config = validate(PlotConfig, values)
-    runs = [Path(run).expanduser() for run in ([config.run] if isinstance(config.run, str) else config.run)]
+    runs = [to_path(run) for run in ([config.run] if isinstance(config.run, str) else config.run)]
     names = [run.name if [r.name for r in runs].count(run.name) == 1 else str(run) for run in runs]
     curves = {name: curve(run, config.metric) for name, run in zip(names, runs, strict=True)}
 
@@ -52,7 +52,7 @@ def main(values: dict[str, Any]) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     try:
-        figure.savefig(Path(config.out).expanduser(), dpi=150)
+        figure.savefig(to_path(config.out), dpi=150)
     except (OSError, ValueError) as error:
         raise UserError(f"out={config.out}: cannot be written ({error})") from None
     print(f"Wrote {config.out}")

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from model import launch
-from model.config import Strict, UserError, validate
+from model.config import Strict, UserError, to_path, validate
 from model.findings.spec import FINDINGS, Finding, Scale, read_finding
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def main(values: dict[str, Any]) -> None:
     from model.findings.page import publish, update_readme
     from model.findings.pool import run_all
 
-    folder, work = Path(config.out).expanduser() / scale_name, Path(config.work).expanduser() / scale_name
+    folder, work = to_path(config.out) / scale_name, to_path(config.work) / scale_name
     results = Results(folder / "runs", scale)
     plan = Plan(findings, scale, results)
     for run in {

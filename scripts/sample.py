@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 from data import tokenizer
 from model import launch
-from model.config import LogitScale, Strict, UserError, validate
+from model.config import LogitScale, Strict, UserError, to_path, validate
 
 
 class SampleConfig(Strict):
@@ -35,13 +34,13 @@ def main(values: dict[str, Any]) -> None:
     from model.training.run_dir import write_json
 
     sampling = validate(Sampling, values)
-    out = Path(config.out).expanduser() if config.out else None
+    out = to_path(config.out) if config.out else None
     if out is not None and out.exists():
         raise UserError(f"out={out}: exists; give another name")
     if config.prompt and config.prompt_ids is not None:
         raise UserError("prompt and prompt_ids are both given; give one of them")
     run, model, *_ = load_run(
-        Path(config.run).expanduser(), config.checkpoint, launch.chosen_scaling(given), config.logit_scale
+        to_path(config.run), config.checkpoint, launch.chosen_scaling(given), config.logit_scale
     )
     model.to(pick_device(config.device))
     encoding, end_of_text = None, model.vocab_size - 1

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import PositiveInt
 
 from model import launch
-from model.config import RunFailed, Strict, UserError, validate
+from model.config import RunFailed, Strict, UserError, to_path, validate
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,7 +49,7 @@ def main(values: dict[str, Any]) -> None:
     import train  # and all that it uses, so that each training starts at once
 
     torch.set_num_threads(1)
-    work = Path(config.work).expanduser().resolve()
+    work = to_path(config.work).resolve()
     if work.exists() and not (work / MARK).exists():
         raise UserError(f"work={work}: is there already, and would be emptied; give another")
     shutil.rmtree(work, ignore_errors=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from model import launch, sweep
-from model.config import Strict, UserError, validate
+from model.config import Strict, UserError, to_path, validate
 
 
 class StatusConfig(Strict):
@@ -21,7 +20,7 @@ def main(values: dict[str, Any]) -> None:
         raise UserError(
             f"{sweep.WHERE}: holds no sweep; start one with: python train.py -m position=none,rope"
         )
-    folder = folders[-1] if config.sweep is None else Path(config.sweep).expanduser()
+    folder = folders[-1] if config.sweep is None else to_path(config.sweep)
     rows, states = [], Counter[str]()
     for label, job in sweep.jobs(folder):
         known, state = job.read(), job.state()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from model import launch
-from model.config import RunFailed, Strict, UserError, validate
+from model.config import RunFailed, Strict, UserError, to_path, validate
 
 
 class RebuildConfig(Strict):
@@ -18,7 +17,7 @@ class RebuildConfig(Strict):
 
 def main(values: dict[str, Any]) -> None:
     config = validate(RebuildConfig, values)
-    path = Path(config.run).expanduser()
+    path = to_path(config.run)
     from model.training import run_dir
     from model.training.metrics import Wandb
 

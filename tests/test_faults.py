@@ -123,12 +123,13 @@ def test_second_signal_ends_at_once_unless_it_is_the_echo_of_the_first() -> None
 
 
 def test_checkpoint_of_several_processes_is_read_by_any_number(train_tiny: Train) -> None:
-    state = final(train_tiny("train.steps=2"))
+    path = train_tiny("train.steps=2")
+    state = final(path)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    checkpoint.set_rng(state, rank=1)  # was not there
+    checkpoint.set_rng(state, path, rank=1)  # was not there
     assert torch.equal(torch.get_rng_state(), before)
-    checkpoint.set_rng(state, rank=0)
+    checkpoint.set_rng(state, path, rank=0)
     assert torch.equal(torch.get_rng_state(), state["rng"][0]["cpu"])
 
 

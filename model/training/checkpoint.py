@@ -4,19 +4,62 @@ from __future__ import annotations
 
 import io
 import os
+import pickletools
+import re
 import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from torch import Tensor
 
 from data.files import write_atomically
 from model.config import RunFailed, UserError
 from model.gpt import GPT
+from model.training.optim import Optimizers
 
 FORMAT = "ordinal-checkpoint-1"
+# torch lets a few more pass under weights_only, such as bytearray, which can be asked for any amount of memory
+NEEDED = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")
+MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+
+
+class _Plain(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
+
+
+class _OptimizerState(_Plain):
+    state: dict[int, dict[str, Tensor]]
+    param_groups: list[dict[str, Any]]
+
+
+class _Rng(_Plain):
+    cpu: Tensor
+    cuda: list[Tensor]
+
+
+class _State(_Plain):
+    """What a checkpoint holds."""
+
+    format: Literal["ordinal-checkpoint-1"]
+    step: NonNegativeInt
+    model: dict[str, Tensor]
+    optimizers: list[_OptimizerState]
+    rng: list[_Rng] | _Rng  # one for each process; older checkpoints have that of one
+    best_loss: float = Field(ge=0)
+    skipped: NonNegativeInt = 0
+    pending: dict[str, int | float] | None = None
+    data: dict[str, str]
+    config: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _pending_is_of_this_step(self) -> _State:
+        if self.pending is not None and self.pending.get("step") != self.step:
+            raise ValueError("a row of another step is pending")
+        return self
 
 
 def path_of(run_dir: Path, step: int) -> Path:
@@ -72,13 +115,16 @@ def read(path: Path) -> dict[str, Any]:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise ValueError("compressed, and could unpack to any size")
             broken = archive.testzip()
-        if broken is not None:
-            raise ValueError(f"{broken} fails its checksum")
+            if broken is not None:
+                raise ValueError(f"{broken} fails its checksum")
+            _refuse_foreign_types(archive)
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise ValueError(f"not of format {FORMAT}")
+        _State.model_validate(state)
     except Exception as error:  # torch and zipfile raise a different type for each kind of damage
         reason = str(error).split("\n")[0][:200]
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(
             f"{path}: damaged or not a checkpoint of this project, not loaded ({type(error).__name__}: {reason}); "
             f"use an older one"
@@ -102,14 +148,22 @@ def read_newest(run_dir: Path, say: Callable[[str], None]) -> dict[str, Any] | N
     return None
 
 
+def _refuse_foreign_types(archive: zipfile.ZipFile) -> None:
+    for name in archive.namelist():
+        if name.endswith(".pkl"):
+            for opcode, argument, _ in pickletools.genops(archive.read(name)):
+                if "GLOBAL" in opcode.name and not NEEDED.fullmatch(str(argument)):
+                    raise ValueError(f"asks for {argument}")
+
+
 def check_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
     """Raises UserError naming the first name or shape in which the checkpoint differs from the model."""
     weights, own = state.get("model"), model.state_dict()
     if not isinstance(weights, dict) or not all(isinstance(w, torch.Tensor) for w in weights.values()):
         raise UserError(f"{source}: holds no weights; expected a checkpoint that train.py wrote")
     for name in sorted(own.keys() | weights.keys()):
-        here = tuple(own[name].shape) if name in own else "absent"
-        there = tuple(weights[name].shape) if name in weights else "absent"
+        here = _form(own[name]) if name in own else "absent"
+        there = _form(weights[name]) if name in weights else "absent"
         if here != there:
             raise UserError(
                 f"{source}: from a model of another shape, {name} is {there} there and {here} here; "
@@ -118,10 +172,43 @@ def check_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
             )
 
 
+def _form(weight: Tensor) -> str:
+    usual = weight.dtype == torch.float32 and weight.layout == torch.strided
+    return str(tuple(weight.shape)) + ("" if usual else f" ({weight.dtype}, {weight.layout})")
+
+
 def load_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
     """Strictly load the model's weights. Raises UserError as `check_weights` does."""
     check_weights(model, state, source)
     model.load_state_dict(state["model"])
+
+
+def load_optimizers(optimizers: Optimizers, state: dict[str, Any], source: Path) -> None:
+    """Restore the optimizers. Raises UserError when the checkpoint has the state of others."""
+    found = state["optimizers"]
+    kinds = [type(optimizer).__name__ for optimizer, _ in optimizers.all]
+    fits = len(found) == len(kinds)
+    for (optimizer, _), kind, there in zip(optimizers.all, kinds, found, strict=False):
+        own = optimizer.param_groups
+        weights = [weight for group in own for weight in group["params"]]
+        fits = fits and [_settings(group) for group in there["param_groups"]] == [_settings(g) for g in own]
+        for number, moments in there["state"].items():
+            fits = fits and number in range(len(weights)) and moments.keys() == MOMENTS[kind]
+            fits = fits and all(
+                moment.shape in (weights[number].shape, ()) and moment.dtype == torch.float32
+                for moment in moments.values()
+            )
+    if not fits:
+        raise UserError(f"{source}: its checkpoint has the state of another optimizer; start a new run")
+    optimizers.load_state_dict(found)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a continued run cannot change: not the rate, which is set at each step, nor how a device computes."""
+    own = {"params", "lr", "fused", "foreach"}
+    return {key: value for key, value in group.items() if key not in own} | {
+        "count": len(group.get("params", ()))
+    }
 
 
 def check_same(state: dict[str, Any], part: str, here: dict[str, Any], source: Path) -> None:
@@ -141,10 +228,10 @@ def get_rng() -> dict[str, Any]:
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
-def set_rng(state: dict[str, Any], rank: int = 0) -> None:
+def set_rng(state: dict[str, Any], source: Path, rank: int = 0) -> None:
     """Restore what `get_rng` gave on this rank when `state` was saved; a rank that was not there keeps its own.
 
-    A checkpoint from another number of GPUs restores the CPU's alone.
+    A checkpoint from another number of GPUs restores the CPU's alone. Raises UserError when it is no such state.
     """
     ranks = (
         state["rng"] if isinstance(state["rng"], list) else [state["rng"]]
@@ -152,6 +239,11 @@ def set_rng(state: dict[str, Any], rank: int = 0) -> None:
     if rank >= len(ranks):
         return
     rng = ranks[rank]
-    torch.set_rng_state(rng["cpu"])
-    if torch.cuda.is_available() and len(rng["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(rng["cuda"])
+    try:
+        torch.set_rng_state(rng["cpu"])
+        if torch.cuda.is_available() and len(rng["cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(rng["cuda"])
+    except (RuntimeError, TypeError) as error:
+        raise UserError(
+            f"{source}: the checkpoint's random state is none ({error}); use an older one"
+        ) from None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from data.sources import DataConfig
-from model.config import GPTConfig, Strict
+from model.config import GPTConfig, Place, Strict
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -105,7 +105,7 @@ class RunConfig(Strict):
     logger: LoggerConfig
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
-    init_from: str | None = None
+    init_from: Place | None = None
     run_dir: str | None = None
     resume: str | None = None
 

@@ -88,8 +88,8 @@ class Training:
                 checkpoint.check_same(state, "data", self.data, self.path)
                 checkpoint.load_weights(self.model, state, self.path)
                 checkpoint.check_same(state, "config", identity(config), self.path)
-                self.optimizers.load_state_dict(state["optimizers"])
-                checkpoint.set_rng(state, ranks.rank)
+                checkpoint.load_optimizers(self.optimizers, state, self.path)
+                checkpoint.set_rng(state, self.path, ranks.rank)
                 self.step, self.best_loss = state["step"], state["best_loss"]
                 self.skipped, self.pending = state.get("skipped", 0), state.get("pending")
         if self.step > config.train.steps or (self.step == config.train.steps and not self.pending):

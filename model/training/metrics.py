@@ -126,7 +126,8 @@ class Wandb:
             mode=mode,
             resume="allow",
             reinit="finish_previous",
-            settings=wandb.Settings(init_timeout=10, console="off"),
+            # its own record of the process has the command line, user and host name
+            settings=wandb.Settings(init_timeout=10, console="off", x_disable_meta=True),
         )
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")

@@ -18,7 +18,7 @@ import yaml
 
 from data.files import write_atomically
 from data.prepare import prepare
-from model.config import UserError, validate
+from model.config import UserError, from_home, to_path, validate
 from model.training.config import RunConfig
 
 
@@ -28,7 +28,7 @@ def create(config: RunConfig) -> tuple[Path, IO[str]]:
     Raises UserError when the given one is in use, not empty, or cannot be made.
     """
     if config.run_dir:
-        path = Path(config.run_dir).expanduser()
+        path = to_path(config.run_dir)
         _mkdir(path, exist_ok=True)
         _refuse_used(path)
         handle = lock(path)
@@ -109,7 +109,7 @@ def record(path: Path, config: RunConfig, shards: Path, parent: dict[str, Any] |
     values = config.model_dump(mode="json", exclude={"run_dir", "resume"})
     write_atomically(path / "config.yaml", yaml.safe_dump(values, sort_keys=False).encode())
     known = {"id": secrets.token_hex(4), "environment": environment(), "parent": parent} | _read_record(path)
-    known["shards"] = str(shards.resolve())
+    known["shards"] = from_home(shards.resolve())
     write_json(path / "run.json", known)
     return str(known["id"])
 
@@ -141,11 +141,18 @@ def final_row(path: Path) -> dict[str, Any] | None:
 def shards(path: Path, config: RunConfig) -> Path:
     """The shards that a run was trained on: where it had them, else prepared again from `config`.
 
-    So a run can be resumed and evaluated from another folder, or when the text has moved.
+    So a run can be resumed and evaluated from another folder, or when the text has moved. Raises UserError when
+    they would be prepared outside the working folder: a run may come from a stranger.
     """
     recorded = _read_record(path).get("shards")
-    if isinstance(recorded, str) and Path(recorded).is_dir():
-        return Path(recorded)
+    if isinstance(recorded, str) and to_path(recorded).is_dir():
+        return to_path(recorded)
+    out = to_path(config.data.out or ".")
+    if not out.resolve().is_relative_to(Path.cwd()) and not (out / "meta.json").exists():
+        raise UserError(
+            f"{path}: its shards are gone, and new ones would be written to {out}, outside this folder; if that is "
+            f"meant, make them first with scripts/prepare.py and data.out={out}"
+        )
     return prepare(config.data, config.tokenizer.name)
 
 
