@@ -467,6 +467,34 @@ def test_broken_wandb_is_said_once_and_training_is_the_same(place: Path, trouble
     assert metrics(place / name) == metrics(place / "runs/first")
 
 
+@pytest.mark.parametrize("trouble", ["log never returns", "service stops answering"])
+def test_wandb_that_hangs_keeps_no_training_from_its_end(place: Path, trouble: str) -> None:
+    hangs = {
+        "log never returns": "wandb.sdk.wandb_run.Run.log = lambda *a, **k: time.sleep(10**6)\n",
+        "service stops answering": (
+            "init = wandb.init\n"
+            "def stopping(**options):\n"
+            "    run = init(**options)\n"
+            "    os.kill(wandb.setup()._connection._proc._process.pid, signal.SIGSTOP)\n"
+            "    return run\n"
+            "wandb.init = stopping\n"
+        ),
+    }
+    program = place / "hangs" / trouble.replace(" ", "_") / "main.py"
+    program.parent.mkdir(parents=True)
+    program.write_text(
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(ROOT)!r})\nimport wandb\n{hangs[trouble]}"
+        "import train\nfrom model import launch\nfrom model.training import metrics\n"
+        "metrics.PATIENCE = 2\nlaunch.main('config', train.main)\n"
+    )
+    name = f"runs/{program.parent.name}"
+    result = run(
+        str(program), *ON_TEXT, "logger.mode=offline", "train.steps=30", f"run_dir={name}", cwd=place
+    )
+    assert result.stderr.count("warning: W&B has not taken all of this run within 2 s; send it later") == 1
+    assert metrics(place / name) == metrics(place / "runs/first")
+
+
 def test_wandb_gets_each_step_once_in_order_with_all_its_metrics(place: Path) -> None:
     recorder = place / "recorder"
     recorder.mkdir()

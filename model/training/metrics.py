@@ -6,9 +6,13 @@ import errno
 import json
 import netrc
 import os
+import shlex
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 from urllib.parse import urlparse
 
@@ -19,6 +23,7 @@ from model.errors import RunFailed
 from model.training import run_dir
 from model.training.config import LoggerConfig
 
+PATIENCE = 60.0  # seconds for W&B to take the rest of a run that has ended
 # peak dense bf16 FLOP/s by a part of the device's name, from NVIDIA's data sheets
 PEAK_FLOPS = {
     "H200": 989e12,
@@ -74,7 +79,7 @@ class JsonLines:
 
 
 class Wandb:
-    """One W&B run. Any failure of W&B is said once, and everything goes on without it."""
+    """One W&B run, told from a thread of its own. Any failure is said once, and everything goes on without it."""
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class Wandb:
         folder: Path | None = None,
     ) -> None:
         self._run: Any = None
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._folder = folder or run_dir.parent  # of the wandb/ that holds this run
         if config.mode == "disabled":
             return
@@ -132,6 +138,16 @@ class Wandb:
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
         self._run = run
+        self._thread = Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                if self._run is not None:
+                    call()
+            except Exception as error:
+                self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
         self._run = None
@@ -144,18 +160,27 @@ class Wandb:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._guarded(lambda: self._run.finish(exit_code=0 if kind is None else 1))
-
-    def _guarded(self, call: Callable[[], object]) -> None:
-        if self._run is not None:
-            try:
-                call()
-            except Exception as error:
-                self._give_up(error)
+        if (run := self._run) is None:
+            return
+        self._calls.put(lambda: run.finish(exit_code=0 if kind is None else 1))
+        self._calls.put(None)
+        self._thread.join(PATIENCE)
+        if self._thread.is_alive():
+            print(
+                f"warning: W&B has not taken all of this run within {PATIENCE:.0f} s; send it later with: "
+                f"wandb sync {shlex.quote(str(Path(run.dir).parent))}",
+                file=sys.stderr,
+            )
+            # wandb waits for its service when Python ends, however long that takes
+            service = getattr(getattr(self._wandb.setup(), "_connection", None), "_proc", None)
+            if process := getattr(service, "_process", None):
+                process.kill()
+                with suppress(Exception, SystemExit):
+                    self._wandb.teardown()
 
     def log(self, values: dict[str, Any]) -> None:
         """Log all metrics of one step; `values["step"]` must grow from call to call."""
-        self._guarded(lambda: self._run.log(values, step=values["step"]))
+        self._calls.put(lambda: self._run.log(values, step=values["step"]))
 
     def conclude(self, summary: dict[str, Any], shown: dict[str, tuple[str, str] | Path]) -> None:
         """Add numbers to the summary, and by name what is shown: samples (prompt, text) and pictures."""
@@ -169,7 +194,7 @@ class Wandb:
                     self._run.log({name: table})
             self._run.summary.update(summary)
 
-        self._guarded(write)
+        self._calls.put(write)
 
 
 def log_evaluation(path: Path, metrics: dict[str, float], picture: Path) -> None:
