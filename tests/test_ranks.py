@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,19 +164,23 @@ def test_mistakes_are_said_once(tmp_path: Path, command: list[str]) -> None:
         assert code != 0 and said.count(wanted) == 1 and said.count("error: ") == 1, said
 
 
-def test_agents_of_two_machines_train_one_model_and_start_anew_after_a_kill(
-    tmp_path: Path, command: list[str]
-) -> None:
+def agent(nodes: str) -> list[str]:
+    """torchrun as on one of several machines, as the README has it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    agent = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", "--max_restarts=2", "--monitor_interval=0.2",
-             "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]  # fmt: skip
-    path = tmp_path / "run"
+    return [*TORCHRUN, f"--nnodes={nodes}", "--nproc_per_node=1", "--max_restarts=2", "--monitor_interval=0.2",
+            "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1"]  # fmt: skip
+
+
+def test_agents_of_two_machines_train_one_model_and_start_anew_after_a_kill(
+    tmp_path: Path, command: list[str]
+) -> None:
+    path, torchrun = tmp_path / "run", agent("2")
     command = [*command, "train.steps=300", "train.save_interval=10", f"run_dir={path}", "resume=auto"]
     with (
-        started(tmp_path, *agent, *command, log="first") as first,
-        started(tmp_path, *agent, *command, log="second") as second,
+        started(tmp_path, *torchrun, *command, log="first") as first,
+        started(tmp_path, *torchrun, *command, log="second") as second,
     ):
         wait_for(lambda: bool(checkpoint.newest_first(path)))
         children = subprocess.run(
@@ -187,6 +191,31 @@ def test_agents_of_two_machines_train_one_model_and_start_anew_after_a_kill(
     said = (tmp_path / "first").read_text() + (tmp_path / "second").read_text()
     assert said.count("on 2 processes") == 2 and said.count("Resuming") == 1, said
     assert [row["step"] for row in lines(path)] == list(range(1, 301))
+
+
+@pytest.mark.slow
+def test_agent_that_is_left_alone_goes_on_from_the_last_checkpoint(
+    tmp_path: Path, command: list[str]
+) -> None:
+    path, torchrun = tmp_path / "run", agent("1:2")
+    command = [*command, "train.steps=3000", "train.save_interval=10", f"run_dir={path}", "resume=auto"]
+    (endpoint,) = (argument.split("=")[1] for argument in torchrun if "endpoint" in argument)
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("localhost", int(endpoint.split(":")[1]))) == 0
+
+    with ExitStack() as stack:
+        first = stack.enter_context(started(tmp_path, *torchrun, *command, log="first"))
+        wait_for(listens)  # that where the others meet is the first machine, which is not the one to be lost
+        second = stack.enter_context(started(tmp_path, *torchrun, *command, log="second"))
+        wait_for(lambda: bool(checkpoint.newest_first(path)), 120)
+        second.kill()
+        second.wait()
+        assert first.wait(300) == 0, (tmp_path / "first").read_text()
+    said = (tmp_path / "first").read_text() + (tmp_path / "second").read_text()
+    assert said.count("on 2 processes") == 1 and said.count("Resuming") == 1, said
+    assert [row["step"] for row in lines(path)] == list(range(1, 3001))
 
 
 def test_ranks_share_every_batch_and_refuse_what_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
