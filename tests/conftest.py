@@ -18,6 +18,8 @@ import train
 from data.loader import TokenStream
 from data.writer import write_shard
 from model.config import Dims, GPTConfig, validate
+from model.evaluation.perplexity import Score, score
+from model.evaluation.windows import stream_windows
 from model.gpt import GPT
 from model.position import PositionEncoding, build
 from model.training import checkpoint, run_dir
@@ -128,6 +130,13 @@ def train_tiny(tmp_path: Path, shards: Path) -> Callable[..., Path]:
         return path
 
     return run
+
+
+def evaluate(
+    model: GPT, stream: TokenStream, length: int, *, max_tokens: int | None = None, **options: Any
+) -> Score:
+    """Score `stream` in back-to-back windows of `length` tokens, as a validation of training does."""
+    return score(model, stream, stream_windows(len(stream), length, max_tokens), **options)
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from data.prepare import prepare
 from data.sources import DataConfig
 from model.config import UserError
 from model.evaluation import attention, perplexity
-from model.evaluation.perplexity import evaluate, score, token_losses
-from model.evaluation.windows import Protocol, Windows, choose_documents, document_windows
-from tests.conftest import CONTEXT, POSITIONS, ROOT, VOCAB, tiny_gpt, write_shards
+from model.evaluation.perplexity import score, tally, token_losses
+from model.evaluation.windows import Protocol, Windows, choose_documents, document_windows, stream_windows
+from tests.conftest import CONTEXT, POSITIONS, ROOT, VOCAB, evaluate, tiny_gpt, write_shards
 
 
 @pytest.fixture
@@ -87,6 +87,19 @@ def test_max_tokens_limits_and_asking_for_more_scores_what_there_is(val: TokenSt
     model = tiny_gpt(POSITIONS["rope"])
     assert evaluate(model, val, CONTEXT, max_tokens=100).tokens == 100
     assert evaluate(model, val, CONTEXT, max_tokens=10**9) == evaluate(model, val, CONTEXT)
+
+
+@pytest.mark.parametrize("world", [2, 3, 40])  # 40: more than there are batches
+def test_parts_of_a_validation_add_up_to_the_whole(val: TokenStream, world: int) -> None:
+    model, windows, seen = tiny_gpt(POSITIONS["alibi"]), stream_windows(len(val), CONTEXT), []
+    options = {"batch_tokens": 2 * CONTEXT, "on_batch": lambda done, total: seen.append((done, total))}
+    parts = [tally(model, val, windows, part=slice(rank, None, world), **options) for rank in range(world)]
+    assert sum(done == total for done, total in seen) == min(world, 17) and len(seen) == 17
+    together, alone = sum(parts[1:], parts[0]).score(), tally(model, val, windows, **options).score()
+    assert (together.loss, together.standard_error) == (alone.loss, alone.standard_error)
+    assert (together.tokens, together.bits_per_byte) == (alone.tokens, alone.bits_per_byte)
+    for bucket, other in zip(together.by_position, alone.by_position, strict=True):
+        assert bucket == pytest.approx(other, rel=1e-12)
 
 
 def test_dropout_is_off_mode_restored_and_rng_untouched(val: TokenStream) -> None:

@@ -34,7 +34,7 @@ def test_signal_within_a_validation_stops_it_and_it_is_done_after_all(
 ) -> None:
     options = [*BUSY, "train.steps=12", "train.micro_batch_size=1"]
     straight = train_tiny(*options, name="straight")
-    evaluate, batches = loop.evaluate, []
+    tally, batches = loop.tally, []
 
     def interrupted(*args: Any, on_batch: Any, **kwargs: Any) -> Any:
         def count(done: int, total: int) -> None:
@@ -43,16 +43,16 @@ def test_signal_within_a_validation_stops_it_and_it_is_done_after_all(
                 os.kill(os.getpid(), number)
             on_batch(done, total)
 
-        return evaluate(*args, on_batch=count, **kwargs)
+        return tally(*args, on_batch=count, **kwargs)
 
-    monkeypatch.setattr(loop, "evaluate", interrupted)
+    monkeypatch.setattr(loop, "tally", interrupted)
     with pytest.raises(SystemExit) as stopped:
         train_tiny(*options, name="pieces")
     assert stopped.value.code == 128 + number
     pieces = straight.parent / "pieces"
     assert final(pieces)["step"] == at and final(pieces)["pending"]["step"] == at
     assert metrics(pieces)[-1]["step"] == at - 1  # the row of the step waits for its validation
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(loop, "tally", tally)
     train_tiny(*options, name="pieces")
     assert_same_run(straight, pieces)
 

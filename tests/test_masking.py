@@ -20,11 +20,10 @@ import train
 from data.loader import TokenStream
 from data.masking import IGNORED, VALIDATION_SEED, Masking, examples
 from model.config import UserError
-from model.evaluation.perplexity import evaluate
 from model.load import build_model, load_run
 from scripts import evaluate as evaluate_script
 from scripts import sample as sample_script
-from tests.conftest import CONTEXT, POSITIONS, ROOT, TINY, VOCAB, compose_config, tiny_gpt
+from tests.conftest import CONTEXT, POSITIONS, ROOT, TINY, VOCAB, compose_config, evaluate, tiny_gpt
 from tests.test_training import final, metrics
 
 Train = Callable[..., Path]

@@ -104,6 +104,11 @@ def test_two_processes_have_the_losses_of_one_and_one_run(tmp_path: Path, comman
     assert len(list(tmp_path.glob("runs/wandb/offline-run-*"))) == 1
     assert run(tmp_path, sys.executable, *command, "run_dir=runs/one")[0] == 0
     assert_same_curve(tmp_path / "runs/two", tmp_path / "runs/one", rel=1e-5)
+    two, one = (
+        json.loads((tmp_path / f"runs/{name}/evaluation/val.json").read_text()) for name in ("two", "one")
+    )
+    assert (two["tokens"], two["clusters"]) == (one["tokens"], one["clusters"])
+    assert two["by_position"] == [pytest.approx(bucket, rel=1e-5) for bucket in one["by_position"]]
     own = checkpoint.read(checkpoint.newest_first(tmp_path / "runs/two")[0])["rng"]
     assert len(own) == 2 and not torch.equal(own[0]["cpu"], own[1]["cpu"])  # dropout masks of their own
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data.loader import TokenStream
 from data.masking import IGNORED, Masking, examples
-from model.evaluation.windows import Windows, stream_windows
+from model.evaluation.windows import Windows
 from model.gpt import GPT
 
 HEAD_TOKENS = 4096  # tokens whose logits are held at once, so that memory is linear in length and small
@@ -46,6 +46,35 @@ class Score:
         return {f"val/{name}": value for name, value in named.items() if value is not None}
 
 
+@dataclass(frozen=True)
+class Tally:
+    """Sums over scored tokens: by cluster, and by place in the window. Those of parts of a text add up."""
+
+    nats: np.ndarray
+    tokens: np.ndarray
+    nats_at: np.ndarray
+    tokens_at: np.ndarray
+    n_bytes: int
+
+    def __add__(self, other: Tally) -> Tally:
+        sums = (getattr(self, part.name) + getattr(other, part.name) for part in fields(self))
+        return Tally(*sums)
+
+    def score(self, edge: int | None = None) -> Score:
+        """`edge` is a position that shall divide buckets, such as the trained length."""
+        total = float(self.nats.sum())
+        loss = total / float(self.tokens.sum())
+        return Score(
+            loss=loss,
+            perplexity=math.exp(min(loss, 700)),
+            bits_per_byte=total / math.log(2) / self.n_bytes if self.n_bytes else None,
+            standard_error=_standard_error(self.nats, self.tokens, loss),
+            clusters=len(self.nats),
+            tokens=int(self.tokens.sum()),
+            by_position=_buckets(self.nats_at, self.tokens_at, edge),
+        )
+
+
 def token_losses(model: GPT, windows_BT1: Tensor) -> Tensor:
     """Cross entropy in nats of each next token, (B, T) in fp32, for windows (B, T + 1)."""
     return target_losses(model, windows_BT1[:, :-1], windows_BT1[:, 1:])
@@ -70,33 +99,30 @@ def target_losses(model: GPT, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
     return torch.cat(losses, 1)
 
 
-def evaluate(
-    model: GPT, stream: TokenStream, length: int, *, max_tokens: int | None = None, **options: Any
+def score(
+    model: GPT, stream: TokenStream, windows: Windows, *, edge: int | None = None, **options: Any
 ) -> Score:
-    """Score `stream` in back-to-back windows of `length` tokens across documents, as training sees it.
-
-    With `masking`, `max_tokens` are read, and those scored are selected from them.
-    """
-    return score(model, stream, stream_windows(len(stream), length, max_tokens), **options)
+    """Score the targets of `windows`, with the options of `tally`."""
+    return tally(model, stream, windows, **options).score(edge)
 
 
 @torch.no_grad()
-def score(
+def tally(
     model: GPT,
     stream: TokenStream,
     windows: Windows,
     *,
+    part: slice = slice(None),
     masking: Masking | None = None,
-    edge: int | None = None,
     batch_tokens: int = 16384,
     autocast: Callable[[], torch.autocast] | None = None,
     on_batch: Callable[[int, int], None] | None = None,
-) -> Score:
-    """Score the targets of `windows`: next tokens, or with `masking` the tokens that it selects.
+) -> Tally:
+    """Sum up the targets of `windows`: next tokens, or with `masking` the tokens that it selects.
 
     The masks of a window depend on where in the stream it starts. There is no other random draw: the result depends
     on nothing but model and text, and the training's RNG is not touched.
-    The model's mode is restored. `edge` is a position that shall divide buckets, such as the trained length.
+    The model's mode is restored. `part` takes some of the batches, the same ones that the whole consists of.
     `on_batch(tokens_done, tokens)` is called per batch.
     """
     # what both sides tell of some tokens is no code for the text
@@ -105,10 +131,12 @@ def score(
     nats, tokens = np.zeros(windows.cluster.max() + 1), np.zeros(windows.cluster.max() + 1)
     nats_at, tokens_at = np.zeros(windows.width.max()), np.zeros(windows.width.max())
     n_bytes = done = 0
+    batches = _batches(windows, batch_tokens)[part]
+    total = sum(int((windows.width[rows] - windows.skip[rows]).sum()) for rows in batches)
     training = model.training
     model.eval()
     try:
-        for rows in _batches(windows, batch_tokens):
+        for rows in batches:
             width = int(windows.width[rows[0]])
             ids = np.stack([stream.read(int(start), width + 1) for start in windows.start[rows]])
             inputs_BT, targets_BT = examples(ids, windows.start[rows], masking)
@@ -125,19 +153,10 @@ def score(
                 n_bytes += int(bytes_by_id[targets_BT[scored_BT]].sum())
             done += int((width - windows.skip[rows]).sum())
             if on_batch:
-                on_batch(done, windows.targets)
+                on_batch(done, total)
     finally:
         model.train(training)
-    loss = float(nats.sum() / tokens.sum())
-    return Score(
-        loss=loss,
-        perplexity=math.exp(min(loss, 700)),
-        bits_per_byte=float(nats.sum()) / math.log(2) / n_bytes if n_bytes else None,
-        standard_error=_standard_error(nats, tokens, loss),
-        clusters=len(nats),
-        tokens=int(tokens.sum()),
-        by_position=_buckets(nats_at, tokens_at, edge),
-    )
+    return Tally(nats, tokens, nats_at, tokens_at, n_bytes)
 
 
 def _batches(windows: Windows, batch_tokens: int) -> list[np.ndarray]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import shlex
 import time
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,8 @@ from data.masking import IGNORED, VALIDATION_SEED, Masking, examples
 from data.tasks import TaskStream
 from data.tokenizer import vocab_size
 from model.errors import Diverged, UserError
-from model.evaluation.perplexity import Score, evaluate, target_losses
+from model.evaluation.perplexity import Score, tally, target_losses
+from model.evaluation.windows import stream_windows
 from model.load import build_model, identity, load_parent
 from model.training import checkpoint, report, run_dir
 from model.training.config import RunConfig
@@ -248,20 +250,21 @@ class Training:
             if self.interrupt.signal is not None:
                 raise _Stopped
 
-        val = None
+        stream, config, own = self.val_stream, self.config, None
         with suppress(_Stopped):
-            val = evaluate(
+            own = tally(
                 self.model,
-                self.val_stream,
-                self.config.model.context_length,
-                max_tokens=self.config.train.eval_tokens,
+                stream,
+                stream_windows(len(stream), config.model.context_length, config.train.eval_tokens),
+                part=slice(self.ranks.rank, None, self.ranks.world),
                 masking=self.val_masking,
-                batch_tokens=self.micro_batch_size * self.config.model.context_length,
+                batch_tokens=self.micro_batch_size * config.model.context_length,
                 autocast=self.precision,
                 on_batch=look,
             )
-        # rank 0 has the word: what is best must not be seen differently elsewhere
-        return None if self._any(val is None) else self.ranks.lead(lambda: val)
+        found = self.ranks.gather(own)
+        tallies = [part for part in found if part is not None]
+        return reduce(operator.add, tallies).score() if len(tallies) == len(found) else None
 
     def _any(self, flag: bool) -> bool:
         """Whether it is so on any rank."""
