@@ -15,7 +15,7 @@ from data.prepare import prepare
 from data.tasks import lessons
 from data.tokenizer import vocab_size
 from model import launch, sweep
-from model.config import UserError, to_path, validate
+from model.config import UserError, from_home, to_path, validate
 from model.training import continued, run_dir
 from model.training.config import RunConfig
 from model.training.ranks import Ranks
@@ -46,7 +46,7 @@ def main(values: dict[str, Any]) -> dict[str, Any] | None:
                 own, lock = (path, run_dir.lock(path)) if path else run_dir.create(config)
                 held.enter_context(lock)
                 if job is not None:
-                    job.write(run=str(own))
+                    job.write(run=from_home(own))
                 return own
 
             may_be_finished = values["resume"] == "auto" or job is not None
@@ -59,7 +59,7 @@ def settle_on_config(values: dict[str, Any], earlier: str | None) -> tuple[RunCo
     `earlier` is the run of an earlier attempt at this job of a sweep.
     """
     resume = values["resume"]
-    if earlier is not None and (Path(earlier) / "config.yaml").exists():
+    if earlier is not None and (to_path(earlier) / "config.yaml").exists():
         resume = earlier
     elif resume == "auto":
         if values["run_dir"] is None:

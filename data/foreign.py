@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.files import write_atomically
+from data.files import parse_json, write_atomically
 from model.errors import UserError
 
 DTYPE = np.dtype("<u2")
@@ -33,7 +33,7 @@ def scan(path: Path, size: int) -> tuple[int, int, str]:
         key = hashlib.sha256(f"{path.resolve()}\n{size}\n{stat.st_mtime_ns}".encode()).hexdigest()[:32]
         kept = SCANS / f"{key}.json"
         with suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(kept.read_text())
+            found = parse_json(kept.read_text())
             return start, int(found["max_id"]), str(found["sha256"])
         max_id, sha256 = _read_through(path, start, size)
     except OSError as error:

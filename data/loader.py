@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from data import tokenizer as tokenizers
-from data.files import File
+from data.files import File, parse_json
 from data.shards import Shard, check_complete, open_shard
 from model.config import UserError
 
@@ -95,10 +94,12 @@ class TokenStream:
     def bytes_per_token(self) -> np.ndarray | None:
         """UTF-8 bytes by token id, from the folder's meta.json; None when the shards come from elsewhere."""
         try:
-            table = json.loads((self.folder / "meta.json").read_text())["bytes_per_token"]
-        except (OSError, ValueError, KeyError):
+            table = parse_json((self.folder / "meta.json").read_text())["bytes_per_token"]
+            known = np.array(table, dtype=np.int64)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return None
-        return np.array(table, dtype=np.int64)
+        complete = known.ndim == 1 and len(known) > max(shard.max_id for shard in self.shards)
+        return known if complete and (known >= 0).all() else None
 
 
 class TrainLoader:

@@ -20,7 +20,7 @@ from typing import Any
 
 from data import openwebtext, sources, tokenizer, workers
 from data.encode import CUT, REPAIRED, Encoded
-from data.files import write_atomically
+from data.files import parse_json, write_atomically
 from data.holdout import hold_out_end
 from data.progress import Progress
 from data.shards import check_complete, open_shard, token_dtype
@@ -81,7 +81,7 @@ def _is_ready(folder: Path, made_from: dict[str, Any]) -> bool:
     if not folder.is_dir() or not any(entry.name != ".lock" for entry in folder.iterdir()):
         return False
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = parse_json((folder / "meta.json").read_text())
         found = {key: meta[key] for key in made_from if key in meta or key == "source"}
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}: exists, but is not a folder of shards; give another data.out=") from None
@@ -170,7 +170,7 @@ class _Preparation:
 
     def _take_up_journal(self) -> None:
         try:
-            journal = json.loads((self.folder / "journal.json").read_text())
+            journal = parse_json((self.folder / "journal.json").read_text())
             if journal["identity"] != self.identity or self.source.name == "stdin":
                 raise ValueError
             self.pieces_done, self.source_bytes = _count(journal["pieces"]), _count(journal["source_bytes"])

@@ -9,7 +9,6 @@ themselves tell where documents begin.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from data import foreign
-from data.files import File
+from data.files import File, parse_json
 from model.errors import UserError
 
 MAGIC = b"ORDINAL1"
@@ -69,7 +68,17 @@ class Shard:
         """Where documents begin, (documents,) int64. In a foreign shard: at 0 and after each end-of-text id."""
         if self.n_documents is not None:
             begin = self.start + self.n_tokens * self.dtype.itemsize
-            return np.frombuffer(self.open().read(begin, 8 * self.n_documents), "<i8")
+            recorded = np.frombuffer(self.open().read(begin, 8 * self.n_documents), "<i8")
+            if (
+                not len(recorded)
+                or recorded[0]
+                or (np.diff(recorded) <= 0).any()
+                or recorded[-1] >= self.n_tokens
+            ):
+                raise UserError(
+                    f"{self.path}: damaged, its documents do not lie in its tokens; prepare it again"
+                )
+            return recorded
         starts, done = [np.zeros(1, np.int64)], 0
         for chunk in self.chunks():
             starts.append(after_ends(chunk, end_of_text) + done)
@@ -119,7 +128,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def _open_own(path: Path, size: int, encoded: bytes) -> Shard:
-    header = json.loads(encoded)
+    header = parse_json(encoded)
     n_tokens, n_documents, max_id = (header[key] for key in ("tokens", "documents", "max_id"))
     if not all(type(count) is int and count >= 0 for count in (n_tokens, n_documents, max_id)):
         raise ValueError("its header holds no counts")
@@ -146,7 +155,7 @@ def _open_own(path: Path, size: int, encoded: bytes) -> Shard:
 def check_complete(folder: Path) -> None:
     """Raises UserError when a shard that the folder's meta.json lists is missing, or is another than it was."""
     try:
-        listed = json.loads((folder / "meta.json").read_text())["shards"]
+        listed = parse_json((folder / "meta.json").read_text())["shards"]
         wanted = {str(name): str(sha256) for name, sha256 in listed.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # shards from elsewhere have no list

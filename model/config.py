@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,19 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 LogitScale = Literal["none", "log_n", "yarn", "drope"]
 
 
+def homes() -> list[str]:
+    """The home directory, and where it really is: on many clusters it is a link. None where it is the root."""
+    home = os.path.expanduser("~")
+    return [path for path in dict.fromkeys([home.rstrip("/"), os.path.realpath(home).rstrip("/")]) if path]
+
+
 def from_home(path: Path | str) -> str:
     """The path with ~ for the home directory, so that no record of a run tells whose it was."""
-    home, given = os.path.expanduser("~").rstrip("/"), str(path)
-    return f"~{given[len(home) :]}" if home and (given == home or given.startswith(f"{home}/")) else given
+    given = re.sub("^/+", "/", str(path))
+    for home in homes():
+        if given == home or given.startswith(f"{home}/"):
+            return f"~{given[len(home) :]}"
+    return str(path)
 
 
 def to_path(given: str) -> Path:
@@ -41,7 +51,13 @@ def to_path(given: str) -> Path:
     return Path(os.path.expanduser(given))
 
 
-Place = Annotated[str, AfterValidator(from_home)]  # of files; whoever opens one expands ~
+def _place(given: str) -> str:
+    if "\0" in given:
+        raise PydanticCustomError("path", "Input should be a path without a null character")
+    return from_home(given)
+
+
+Place = Annotated[str, AfterValidator(_place)]  # of files; whoever opens one expands ~
 
 
 class Strict(BaseModel):
@@ -144,7 +160,7 @@ def validate(schema: type[StrictModel], values: Mapping[str, Any], prefix: str =
 
 
 def _sentence(schema: type[BaseModel], error: ValidationError, prefix: str) -> str:
-    first = error.errors()[0]
+    first = error.errors(include_url=False)[0]
     key = prefix + ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"{key}: unknown key{nearest(key, _schema_keys(schema, prefix))}"
@@ -155,7 +171,9 @@ def _sentence(schema: type[BaseModel], error: ValidationError, prefix: str) -> s
     wanted = (
         first["msg"].removeprefix("Input should be ").removesuffix(", unable to parse string as a number")
     )
-    return f"{key}={first['input']}: expected {wanted}"
+    given = first["input"]
+    shown = given if isinstance(given, str | int | float | None) else f"<{type(given).__name__}>"
+    return f"{key}={shown}: expected {wanted}"
 
 
 def _schema_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from model import sweep
-from model.arguments import quoted, swept_with_their_groups
+from model.arguments import quoted, swept_with_their_groups, without_home
 from model.config import CONF, RunFailed, UserError
 from model.mistakes import explained
 
@@ -61,6 +61,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         key, equals, option = argument.partition("=")
         if equals and "." in key and re.fullmatch(r"[\w.]+", key) and (CONF / key.replace(".", "/")).is_dir():
             refuse(f"{argument}: a group is named with a slash; give {key.replace('.', '/')}={option}")
+    sys.argv[1:] = [without_home(argument) for argument in sys.argv[1:]]
     sweep.typed = [os.path.relpath(sys.argv[0]), *sys.argv[1:]]
     sys.argv[1:] = [quoted(argument, multirun) for argument in sys.argv[1:]]
     sys.argv[1:] = swept_with_their_groups(sys.argv[1:]) if multirun else sys.argv[1:]

@@ -17,11 +17,23 @@ from model.training.device import pick_device
 
 
 def build_model(config: RunConfig) -> GPT:
-    """A freshly initialised model; the same one whenever `config.seed` is the same."""
+    """A freshly initialised model; the same one whenever `config.seed` is the same.
+
+    Raises UserError when the position encoding cannot be made with its values.
+    """
     torch.manual_seed(config.seed)
-    position = build(config.position, config.model.dims)
     mask_token = 1 if config.objective == "mlm" else 0
-    return GPT(config.model, tokenizer.vocab_size(config.tokenizer.name) + mask_token, position)
+    vocabulary = tokenizer.vocab_size(config.tokenizer.name) + mask_token
+    try:
+        return GPT(config.model, vocabulary, build(config.position, config.model.dims))
+    except ArithmeticError as error:
+        raise UserError(f"position: cannot be computed with these values ({error})") from None
+
+
+def check_fits(config: RunConfig, state: dict[str, Any], source: Path) -> None:
+    """Raises UserError unless the checkpoint holds the weights of `config`, before memory is given to them."""
+    with torch.device("meta"):
+        checkpoint.check_weights(build_model(config), state, source)
 
 
 def check_buildable(config: RunConfig, starts: bool = True) -> None:
@@ -69,6 +81,7 @@ def load_run(
     if logit_scale is not None:
         values["model"]["logit_scale"] = logit_scale
     config = validate(RunConfig, values)
+    check_fits(config, state, path)
     model = build_model(config)
     checkpoint.load_weights(model, state, path)
     return Run(config, model.eval(), state["step"], state["data"])

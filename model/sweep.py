@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from data.files import write_atomically
+from data.files import parse_json, write_atomically
 from model.errors import UserError
 
 PLAN = "sweep.json"
@@ -128,7 +128,7 @@ def _task(config: Any) -> list[str]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

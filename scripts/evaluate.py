@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 
 from data.loader import TokenStream
 from model import launch
-from model.config import LogitScale, Strict, UserError, to_path, validate
+from model.config import LogitScale, Strict, UserError, from_home, to_path, validate
 from model.evaluation.kept import Kept, Row
 
 if TYPE_CHECKING:  # --help and a mistyped key are answered without loading torch
@@ -66,7 +66,7 @@ def main(values: dict[str, Any]) -> None:
     attention: list[Row] = []
     found: list[Row] = []
     for path in paths:
-        label = path.name if [p.name for p in paths].count(path.name) == 1 else str(path)
+        label = path.name if [p.name for p in paths].count(path.name) == 1 else from_home(path)
         subject = load(path, label, config, scaling)
         file = path / "evaluation" / f"{config.name}.json"
         kept = Kept(file)

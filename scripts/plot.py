@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from model import launch
 from model.config import Strict, UserError, to_path, validate
+from model.training.run_dir import metrics_rows
 
 
 class PlotConfig(Strict):
@@ -19,14 +18,7 @@ class PlotConfig(Strict):
 
 def curve(run: Path, metric: str) -> tuple[list[float], list[float]]:
     """(tokens, values) of one metric. Raises UserError when the run has no such metric."""
-    try:
-        text = (run / "metrics.jsonl").read_text()
-    except OSError as error:
-        raise UserError(f"{run}: no readable metrics.jsonl ({error}); expected a run directory") from None
-    lines = []
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):  # a last line cut short by a kill
-            lines.append(json.loads(line))
+    lines = metrics_rows(run)
     points = [(line["tokens"], line[metric]) for line in lines if metric in line]
     if not points:
         known = sorted({key for line in lines for key in line})

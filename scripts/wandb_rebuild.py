@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from contextlib import suppress
 from typing import Any
 
 from model import launch
@@ -22,14 +20,7 @@ def main(values: dict[str, Any]) -> None:
     from model.training.metrics import Wandb
 
     run_config, run_id = run_dir.load_config(path), run_dir.wandb_id(path)
-    try:
-        lines = (path / "metrics.jsonl").read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: metrics.jsonl is not readable ({error}); give a run directory") from None
-    rows = []
-    for line in lines:
-        with suppress(ValueError):  # cut short by a kill; resuming writes it again
-            rows.append(json.loads(line))
+    rows = run_dir.metrics_rows(path)
     if run_id is None:
         raise UserError(f"{path}: run.json has no W&B id; give the directory of a run that train.py made")
     folder = path / "wandb_rebuilt"
@@ -37,14 +28,14 @@ def main(values: dict[str, Any]) -> None:
     folder.mkdir()
     settings = run_config.model_dump(mode="json", exclude={"run_dir", "resume"})
     logger = run_config.logger.model_copy(update={"mode": "offline"})
-    with Wandb(logger, path, run_id, settings, folder) as wandb:
+    with Wandb(logger, path, run_id, settings, folder, patience=None) as wandb:
         for row in rows:
             wandb.log(row)
         if rows:
             wandb.conclude({key: value for key, value in rows[-1].items() if key.startswith("val/")}, {})
     made = sorted(folder.glob("wandb/offline-run-*"))
-    if not made:
-        raise RunFailed(f"{folder}: W&B has written no run; its reason is above")
+    if not made or wandb.has_failed:
+        raise RunFailed(f"{folder}: W&B has not written the run; its reason is above")
     print(f"{len(rows)} points. Upload them with: wandb sync {made[-1]}")
 
 

@@ -7,21 +7,25 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from model.config import UserError
+from model.arguments import without_home
+from model.config import UserError, from_home
 from model.load import load_run
 from model.training import checkpoint, run_dir
-from tests.conftest import ROOT, TINY, Train, compose_config, final
+from model.training.archive import _check_pickle
+from tests.conftest import ROOT, TINY, Train, compose_config, final, metrics
 
 State = dict[str, Any]
 
@@ -74,6 +78,65 @@ def test_claim_of_ten_gigabytes_is_refused(train_tiny: Train) -> None:
         checkpoint.read(file)
 
 
+def repacked(file: Path, rename: Callable[[str], str] = str, edit: Callable[[bytes], bytes] = bytes) -> None:
+    """Write an archive again, with other names and another pickle."""
+    plain = zipfile.ZipFile(io.BytesIO(file.read_bytes()))
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in plain.namelist():
+            content = plain.read(name)
+            archive.writestr(rename(name), edit(content) if name.endswith(".pkl") else content)
+
+
+def test_entries_that_overlap_or_hide_are_refused(train_tiny: Train) -> None:
+    file = checkpoint.newest_first(train_tiny("train.steps=1"))[0]
+    state, content = checkpoint.read(file), file.read_bytes()
+    torch.save(state | {"data": Call(bytearray, 10**15)}, file)
+    repacked(file, rename=lambda name: name.replace("data.pkl", "DATA.PKL"))
+    with pytest.raises(UserError, match="asks for __builtin__ bytearray"):
+        checkpoint.read(file)
+    file.write_bytes(content)
+    with zipfile.ZipFile(file, "a") as archive:  # entries that are one and the same on disk
+        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        for number in range(50):
+            again = copy.copy(largest)
+            again.filename = f"archive/data/{1000 + number}"
+            archive.filelist.append(again)
+            archive.NameToInfo[again.filename] = again
+        archive._didModify = True  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="entries overlap"):
+        checkpoint.read(file)
+
+
+def deep_tuple(levels: int) -> bytes:
+    return b"\x80\x02}(N" + b"\x85" * levels + b"K\x01u."
+
+
+def shared_tuple(levels: int) -> bytes:
+    """t = (t, t) over and over: as a key, hashed 2 ** levels times."""
+    return b"\x80\x02}(N" + b"".join(b"q\x00h\x00\x86" for _ in range(levels)) + b"K\x01u."
+
+
+@pytest.mark.parametrize("content", [deep_tuple(3_000_000), shared_tuple(60)])
+def test_keys_without_an_end_are_refused(train_tiny: Train, content: bytes) -> None:
+    file = checkpoint.newest_first(train_tiny("train.steps=1"))[0]
+    repacked(file, edit=lambda _: content)
+    with pytest.raises(UserError, match="nests tuples without an end"):
+        checkpoint.read(file)
+
+
+def test_pickle_is_followed_as_python_reads_it() -> None:
+    """What is refused is the depth of tuples alone, also of those that are taken from the memo or copied."""
+    for levels, refused in ((10, False), (11, True)):
+        for content in (deep_tuple(levels), shared_tuple(levels), b"\x80\x02N" + b"2\x86" * levels + b"."):
+            pickle.loads(content)
+            with pytest.raises(ValueError, match="nests") if refused else nullcontext():
+                _check_pickle(content)
+    nested: Any = 0
+    for _ in range(100):
+        nested = [{"a": nested, "b": [(1, 2), (3, (4,))]}]
+    _check_pickle(pickle.dumps(nested, 2))
+
+
 def changed(**parts: Any) -> Callable[[State], State]:
     return lambda state: state | parts
 
@@ -116,7 +179,53 @@ def cut(kept: State) -> None:
     kept.update({name: value[:1] if value.ndim else value for name, value in kept.items()})
 
 
+def twice(levels: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(levels):
+        value = [value, value]
+    return value
+
+
+def group(**values: Any) -> Callable[[State], State]:
+    """Each optimizer's groups with these settings."""
+
+    def edit(state: State) -> State:
+        state = copy.deepcopy(state)
+        for optimizer in state["optimizers"]:
+            for settings in optimizer["param_groups"]:
+                settings.update(values)
+        return state
+
+    return edit
+
+
+def each_moment(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], State]:
+    return moments(lambda kept: kept.update({name: change(value) for name, value in kept.items()}))
+
+
 EDITS = {
+    "without an end to be shown": changed(step=twice(40)),
+    "parameters 5": group(params=5),
+    "parameters in another order": lambda state: (
+        state
+        | {
+            "optimizers": [
+                o | {"param_groups": [g | {"params": g["params"][::-1]} for g in o["param_groups"]]}
+                for o in state["optimizers"]
+            ]
+        }
+    ),
+    "settings of tensors": group(weight_decay=torch.ones(2)),
+    "fused by a tensor": group(fused=torch.ones(2)),
+    "moments of no shape": each_moment(lambda value: torch.zeros(())),
+    "moments of one number": each_moment(
+        lambda value: torch.zeros(1).expand(value.shape) if value.ndim else value
+    ),
+    "configuration of tensors": lambda state: (
+        state
+        | {"config": state["config"] | {"position": state["config"]["position"] | {"base": torch.ones(2)}}}
+    ),
+    "a row of a number without an end": lambda state: state | {"pending": {"step": 2, "train/loss": 10**400}},
     **{
         f"no {part}": without(part)
         for part in ("step", "model", "optimizers", "rng", "best_loss", "data", "config")
@@ -181,6 +290,75 @@ def test_content_that_training_did_not_write_is_refused(train_tiny: Train) -> No
     assert final(path)["step"] == 3
 
 
+@pytest.mark.parametrize(
+    "entry", ["metrics.jsonl", "config.yaml", ".lock", "checkpoints", "evaluation", "checkpoints/step_1.pt"]
+)
+def test_links_and_pipes_in_a_run_are_refused(train_tiny: Train, tmp_path: Path, entry: str) -> None:
+    path = train_tiny("train.steps=1")
+    place, elsewhere = path / entry, tmp_path / "elsewhere"
+    for make in (lambda: place.symlink_to(elsewhere), lambda: os.mkfifo(place)):
+        if place.is_dir():
+            shutil.rmtree(place)
+        place.unlink(missing_ok=True)
+        make()
+        for act in (lambda: load_run(path), lambda: train_tiny("train.steps=2"), lambda: run_dir.lock(path)):
+            with pytest.raises(UserError, match="a link or pipe"):
+                act()
+    assert not elsewhere.exists()
+
+
+def test_weights_are_compared_before_memory_is_given_to_them(train_tiny: Train) -> None:
+    path = train_tiny("train.steps=1")
+    config = (path / "config.yaml").read_text()
+    (path / "config.yaml").write_text(config.replace("n_embd: 32", "n_embd: 65536"))
+    file = checkpoint.newest_first(path)[0]
+    state = checkpoint.read(file)
+    torch.save(
+        state | {"config": state["config"] | {"model": state["config"]["model"] | {"n_embd": 65536}}}, file
+    )
+    with pytest.raises(UserError, match="another shape"):
+        load_run(path)
+
+
+ENDLESS = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: 2001-13-45",
+        "seed: " + "9" * 5000,
+        f"name: {ENDLESS}",
+        "a0: &a0 [x]\n"
+        + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+        + "name: *a39",
+        "name: &a [*a]",
+        'data: {source: text, path: x, out: "a\\0b"}',
+    ],
+)
+def test_stored_config_without_an_end_is_refused(train_tiny: Train, text: str) -> None:
+    path = train_tiny("train.steps=1")
+    file = path / "config.yaml"
+    kept = [line for line in file.read_text().splitlines() if not line.startswith(text.split(":")[0])]
+    file.write_text("\n".join([*kept, text]))
+    with pytest.raises(UserError):
+        run_dir.load_config(path)
+
+
+def test_broken_records_are_passed_over(train_tiny: Train) -> None:
+    path = train_tiny("train.steps=2")
+    for text in (ENDLESS, "[]", "5", '{"shards": "~\\u0000x", "id": 7, "step": []}'):
+        (path / "run.json").write_text(text)
+        (path / "evaluation/val.json").write_text(text)
+        assert run_dir.wandb_id(path) is None and run_dir.final_row(path) is None
+        assert run_dir.shards(path, compose_config("data=bin", f"data.path={path}")) == path
+        with open(path / "metrics.jsonl", "ab") as file:
+            file.write(b"\xff\n" + text.encode() + b"\n")
+    assert [row["step"] for row in run_dir.metrics_rows(path)] == [1, 2]
+    train_tiny("train.steps=3", "data.path=" + str(path.parent.parent / "shards"))
+    assert [row["step"] for row in metrics(path)] == [1, 2, 3]
+
+
 def test_stored_config_cannot_name_foreign_code(train_tiny: Train) -> None:
     path = train_tiny("train.steps=1")
     text = (path / "config.yaml").read_text()
@@ -234,3 +412,24 @@ def test_nothing_that_is_kept_tells_whose_it_was(tmp_path: Path, shards: Path) -
     (on,) = (path for path in (home / "runs").iterdir() if path.name.endswith("on"))
     assert json.loads((on / "run.json").read_text())["parent"]["run"] == "~/runs/first"
     assert run_dir.load_config(on).data.path == "~/shards"
+
+
+def test_home_is_a_tilde_however_it_is_written(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "disk/ada").mkdir(parents=True)
+    (tmp_path / "ada").symlink_to(tmp_path / "disk/ada")
+    home = tmp_path / "ada"
+    monkeypatch.setenv("HOME", str(home))
+    for given, told in {
+        f"{home}/x": "~/x",
+        f"/{home}/x": "~/x",
+        f"{home.resolve()}/x": "~/x",
+        f"{home}": "~",
+        f"{home}2/x": f"{home}2/x",
+        "x/../y": "x/../y",
+        "-": "-",
+    }.items():
+        assert from_home(given) == told
+    assert without_home(f"run=[{home}/a,'{home.resolve()}/b',c]") == "run=[~/a,'~/b',c]"
+    assert without_home(f"+data.path={home}/a,{home}/b") == "+data.path=~/a,~/b"
+    for kept in (f"prompt={home}/a", f"hydra.run.dir={home}/a", f"run={home}2", "-m"):
+        assert without_home(kept) == kept

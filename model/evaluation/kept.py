@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from data.files import parse_json
 from model.training.run_dir import write_json
 
 Row = dict[str, Any]
@@ -17,7 +17,7 @@ class Kept:
     def __init__(self, file: Path) -> None:
         self.file, self.new = file, 0
         try:
-            rows = json.loads(file.read_text())["scores"]
+            rows = parse_json(file.read_text())["scores"]
             self.rows: list[Row] = [row for row in rows if isinstance(row, dict) and "skipped" not in row]
         except (OSError, ValueError, KeyError, TypeError):
             self.rows = []

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import io
 import os
-import pickletools
-import re
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, NonNegativeInt, ValidationError, model_validator
 from torch import Tensor
 
 from data.files import write_atomically
 from model.config import RunFailed, UserError
 from model.gpt import GPT
+from model.training.archive import check_archive
 from model.training.optim import Optimizers
 
 FORMAT = "ordinal-checkpoint-1"
-# torch lets a few more pass under weights_only, such as bytearray, which can be asked for any amount of memory
-NEEDED = re.compile(r"collections OrderedDict|torch\._utils _rebuild_tensor_v2|torch \w+Storage")
 MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+# of an optimizer's settings: the rate, which is set at each step, and how a device computes
+LOCAL = ("lr", "fused", "foreach")
 
 
 class _Plain(BaseModel):
@@ -33,7 +31,7 @@ class _Plain(BaseModel):
 
 class _OptimizerState(_Plain):
     state: dict[int, dict[str, Tensor]]
-    param_groups: list[dict[str, Any]]
+    param_groups: list[dict[str, bool | int | float | str | list[int] | tuple[float, ...] | None]]
 
 
 class _Rng(_Plain):
@@ -51,9 +49,9 @@ class _State(_Plain):
     rng: list[_Rng] | _Rng  # one for each process; older checkpoints have that of one
     best_loss: float = Field(ge=0)
     skipped: NonNegativeInt = 0
-    pending: dict[str, int | float] | None = None
+    pending: dict[str, Annotated[int, Field(ge=0, le=2**63)] | float] | None = None
     data: dict[str, str]
-    config: dict[str, Any]
+    config: dict[str, JsonValue]
 
     @model_validator(mode="after")
     def _pending_is_of_this_step(self) -> _State:
@@ -111,20 +109,15 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint; expected a file that train.py wrote")
     try:
-        with zipfile.ZipFile(path) as archive:
-            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-                raise ValueError("compressed, and could unpack to any size")
-            broken = archive.testzip()
-            if broken is not None:
-                raise ValueError(f"{broken} fails its checksum")
-            _refuse_foreign_types(archive)
+        check_archive(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
         _State.model_validate(state)
     except Exception as error:  # torch and zipfile raise a different type for each kind of damage
-        reason = str(error).split("\n")[0][:200]
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        if isinstance(error, ValidationError):  # whose own text would show all of what may be without an end
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:200]
+        else:
+            reason = str(error).split("\n")[0][:200]
         raise UserError(
             f"{path}: damaged or not a checkpoint of this project, not loaded ({type(error).__name__}: {reason}); "
             f"use an older one"
@@ -146,14 +139,6 @@ def read_newest(run_dir: Path, say: Callable[[str], None]) -> dict[str, Any] | N
                 raise
             say(f"warning: {error}")
     return None
-
-
-def _refuse_foreign_types(archive: zipfile.ZipFile) -> None:
-    for name in archive.namelist():
-        if name.endswith(".pkl"):
-            for opcode, argument, _ in pickletools.genops(archive.read(name)):
-                if "GLOBAL" in opcode.name and not NEEDED.fullmatch(str(argument)):
-                    raise ValueError(f"asks for {argument}")
 
 
 def check_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
@@ -185,30 +170,29 @@ def load_weights(model: GPT, state: dict[str, Any], source: Path) -> None:
 
 def load_optimizers(optimizers: Optimizers, state: dict[str, Any], source: Path) -> None:
     """Restore the optimizers. Raises UserError when the checkpoint has the state of others."""
-    found = state["optimizers"]
-    kinds = [type(optimizer).__name__ for optimizer, _ in optimizers.all]
-    fits = len(found) == len(kinds)
-    for (optimizer, _), kind, there in zip(optimizers.all, kinds, found, strict=False):
-        own = optimizer.param_groups
-        weights = [weight for group in own for weight in group["params"]]
-        fits = fits and [_settings(group) for group in there["param_groups"]] == [_settings(g) for g in own]
+    found, restored = state["optimizers"], []
+    fits = len(found) == len(optimizers.all)
+    for (optimizer, _), there in zip(optimizers.all, found, strict=False):
+        own, groups = optimizer.state_dict()["param_groups"], []
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        fits = fits and len(own) == len(there["param_groups"])
+        for here, group in zip(own, there["param_groups"], strict=False):
+            groups.append(here | {key: value for key, value in group.items() if key not in LOCAL})
+            fits = fits and groups[-1] == here
         for number, moments in there["state"].items():
-            fits = fits and number in range(len(weights)) and moments.keys() == MOMENTS[kind]
-            fits = fits and all(
-                moment.shape in (weights[number].shape, ()) and moment.dtype == torch.float32
-                for moment in moments.values()
+            fits = (
+                fits and number in range(len(weights)) and moments.keys() == MOMENTS[type(optimizer).__name__]
             )
+            fits = fits and all(
+                moment.shape == (() if name == "step" else weights[number].shape)
+                and moment.dtype == torch.float32
+                and moment.is_contiguous()
+                for name, moment in moments.items()
+            )
+        restored.append({"state": there["state"], "param_groups": groups})
     if not fits:
         raise UserError(f"{source}: its checkpoint has the state of another optimizer; start a new run")
-    optimizers.load_state_dict(found)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a continued run cannot change: not the rate, which is set at each step, nor how a device computes."""
-    own = {"params", "lr", "fused", "foreach"}
-    return {key: value for key, value in group.items() if key not in own} | {
-        "count": len(group.get("params", ()))
-    }
+    optimizers.load_state_dict(restored)
 
 
 def check_same(state: dict[str, Any], part: str, here: dict[str, Any], source: Path) -> None:

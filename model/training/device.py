@@ -19,7 +19,7 @@ def pick_device(name: str, key: str = "device") -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ImportError):
         device = torch.device("meta")
     if device.type not in {"cpu", "cuda", "mps"}:
         raise UserError(f"{key}={name}: not available on this machine; give auto, cpu, cuda or mps")

@@ -23,7 +23,7 @@ from data.tokenizer import vocab_size
 from model.errors import Diverged, UserError
 from model.evaluation.perplexity import Score, tally, target_losses
 from model.evaluation.windows import stream_windows
-from model.load import build_model, identity, load_parent
+from model.load import build_model, check_fits, identity, load_parent
 from model.training import checkpoint, report, run_dir
 from model.training.config import RunConfig
 from model.training.device import autocast, keep_freed_memory, pick_device
@@ -75,14 +75,16 @@ class Training:
 
     def _restore(self) -> None:
         config, ranks = self.config, self.ranks
-        self.model = build_model(config).to(self.device)
-        if ranks.rank:
-            torch.manual_seed(config.seed + ranks.rank)  # dropout masks of its own
-        self.optimizers = Optimizers(self.model, config.optim)
         self.data = {"train": self.loader.stream.fingerprint(), "val": self.val_stream.fingerprint()}
         state = ranks.lead(lambda: checkpoint.read_newest(self.path, print))
         parent = None
         with ranks.together():
+            if state is not None:
+                check_fits(config, state, self.path)
+            self.model = build_model(config).to(self.device)
+            if ranks.rank:
+                torch.manual_seed(config.seed + ranks.rank)  # dropout masks of its own
+            self.optimizers = Optimizers(self.model, config.optim)
             if state is None and config.init_from and ranks.leads:
                 parent = load_parent(self.model, config)
                 print(f"Starting from {config.init_from} at step {parent['step']}")

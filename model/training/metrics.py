@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from data.files import write_atomically
+from data.files import parse_json, write_atomically
 from model.errors import RunFailed
 from model.training import run_dir
 from model.training.config import LoggerConfig
@@ -49,9 +49,9 @@ class JsonLines:
         self._path, kept = path, []
         self.dropped_to = 0  # the last step that is run again
         if path.exists():
-            for line in path.read_text().splitlines():
+            for line in path.read_text(errors="replace").splitlines():
                 try:
-                    step = json.loads(line)["step"]
+                    step = int(parse_json(line)["step"])
                     if step <= resumed_step:
                         kept.append(line)
                     else:
@@ -88,10 +88,13 @@ class Wandb:
         run_id: str,
         settings: dict[str, Any],
         folder: Path | None = None,
+        patience: float | None = PATIENCE,
     ) -> None:
         self._run: Any = None
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._run_dir, self._patience = run_dir, patience
         self._folder = folder or run_dir.parent  # of the wandb/ that holds this run
+        self.has_failed = False
         if config.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -112,7 +115,7 @@ class Wandb:
             try:
                 self._wandb.teardown()  # its service still holds the run id
                 self._start("offline", config, run_dir, run_id, settings)
-            except Exception as second:
+            except (Exception, SystemExit) as second:
                 self._give_up(second)
 
     def _start(
@@ -146,11 +149,11 @@ class Wandb:
             try:
                 if self._run is not None:
                     call()
-            except Exception as error:
+            except BaseException as error:
                 self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        self._run = None
+        self._run, self.has_failed = None, True
         print(
             f"warning: W&B is off for this run ({_one_line(error)}); metrics.jsonl has every number",
             file=sys.stderr,
@@ -164,23 +167,30 @@ class Wandb:
             return
         self._calls.put(lambda: run.finish(exit_code=0 if kind is None else 1))
         self._calls.put(None)
-        self._thread.join(PATIENCE)
-        if self._thread.is_alive():
-            print(
-                f"warning: W&B has not taken all of this run within {PATIENCE:.0f} s; send it later with: "
-                f"wandb sync {shlex.quote(str(Path(run.dir).parent))}",
-                file=sys.stderr,
-            )
-            # wandb waits for its service when Python ends, however long that takes
-            service = getattr(getattr(self._wandb.setup(), "_connection", None), "_proc", None)
-            if process := getattr(service, "_process", None):
-                process.kill()
-                with suppress(Exception, SystemExit):
-                    self._wandb.teardown()
+        try:
+            self._thread.join(self._patience)
+        finally:
+            if self._thread.is_alive():
+                self._leave()
+
+    def _leave(self) -> None:
+        """Go on without a W&B that hangs. Its client would wait for it when Python ends, however long that takes."""
+        self.has_failed = True
+        print(
+            "warning: W&B has not taken all of this run in time; make a whole one of it with: "
+            f"python scripts/wandb_rebuild.py run={shlex.quote(str(self._run_dir))}",
+            file=sys.stderr,
+        )
+        service = getattr(getattr(self._wandb.setup(), "_connection", None), "_proc", None)
+        if process := getattr(service, "_process", None):
+            process.kill()
+            with suppress(Exception, SystemExit):
+                self._wandb.teardown()
 
     def log(self, values: dict[str, Any]) -> None:
         """Log all metrics of one step; `values["step"]` must grow from call to call."""
-        self._calls.put(lambda: self._run.log(values, step=values["step"]))
+        if self._run is not None:
+            self._calls.put(lambda: self._run.log(values, step=values["step"]))
 
     def conclude(self, summary: dict[str, Any], shown: dict[str, tuple[str, str] | Path]) -> None:
         """Add numbers to the summary, and by name what is shown: samples (prompt, text) and pictures."""
@@ -194,7 +204,8 @@ class Wandb:
                     self._run.log({name: table})
             self._run.summary.update(summary)
 
-        self._calls.put(write)
+        if self._run is not None:
+            self._calls.put(write)
 
 
 def log_evaluation(path: Path, metrics: dict[str, float], picture: Path) -> None:

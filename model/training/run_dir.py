@@ -9,6 +9,7 @@ import platform
 import re
 import secrets
 import subprocess
+from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import IO, Any
 
 import yaml
 
-from data.files import write_atomically
+from data.files import parse_json, write_atomically
 from data.prepare import prepare
+from data.sources import STDIN
 from model.config import UserError, from_home, to_path, validate
 from model.training.config import RunConfig
 
@@ -72,11 +74,23 @@ def _mkdir(path: Path, exist_ok: bool) -> None:
         raise UserError(f"run_dir={path}: cannot be made ({error}); give another run_dir") from None
 
 
+def check_plain(path: Path) -> None:
+    """Raises UserError when a run directory, perhaps a stranger's, holds links or pipes in place of its files."""
+    for folder in (path, path / "checkpoints", path / "evaluation"):
+        with suppress(OSError):
+            for entry in os.scandir(folder):
+                if not entry.is_file(follow_symlinks=False) and not entry.is_dir(follow_symlinks=False):
+                    raise UserError(
+                        f"{entry.path}: a link or pipe, which a run does not hold; replace it by its file"
+                    )
+
+
 def lock(path: Path) -> IO[str]:
     """Hold the directory until the returned file is closed or the process ends, however it ends.
 
-    Raises UserError when another process holds it.
+    Raises UserError when another process holds it, or when it is not as a run leaves it.
     """
+    check_plain(path)
     file = open(path / ".lock", "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,12 +102,22 @@ def lock(path: Path) -> IO[str]:
     return file
 
 
+class _PlainYaml(yaml.SafeLoader):  # type: ignore[misc]
+    """Without aliases, by which a short file can be endless."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("has aliases, which no run writes")
+        return super().compose_node(parent, index)
+
+
 def load_config(path: Path) -> RunConfig:
     """The configuration that a run was started with. Raises UserError when it is missing or not one."""
+    check_plain(path)
     file = path / "config.yaml"
     try:
-        values = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(file.read_text(), _PlainYaml)
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: not a run directory, config.yaml is not readable ({reason})") from None
     if not isinstance(values, dict):
@@ -116,7 +140,7 @@ def record(path: Path, config: RunConfig, shards: Path, parent: dict[str, Any] |
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        known = json.loads((path / "run.json").read_text())
+        known = parse_json((path / "run.json").read_text())
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
@@ -131,11 +155,24 @@ def wandb_id(path: Path) -> str | None:
 def final_row(path: Path) -> dict[str, Any] | None:
     """What a finished run came to, as the table of a sweep has it; None when it left no validation."""
     try:
-        val = json.loads((path / "evaluation" / "val.json").read_text())
+        val = parse_json((path / "evaluation" / "val.json").read_text())
         row = {"val loss": val["loss"], "perplexity": val["perplexity"], "bits/byte": val["bits_per_byte"]}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return row | {"run": str(path)}
+    return row | {"run": from_home(path)}
+
+
+def metrics_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, but for any that a kill has cut short. Raises UserError when there is no file."""
+    try:
+        lines = (path / "metrics.jsonl").read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: no readable metrics.jsonl ({error}); expected a run directory") from None
+    rows = []
+    for line in lines:
+        with suppress(ValueError):
+            rows.append(parse_json(line))
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
 
 def shards(path: Path, config: RunConfig) -> Path:
@@ -145,10 +182,15 @@ def shards(path: Path, config: RunConfig) -> Path:
     they would be prepared outside the working folder: a run may come from a stranger.
     """
     recorded = _read_record(path).get("shards")
-    if isinstance(recorded, str) and to_path(recorded).is_dir():
-        return to_path(recorded)
-    out = to_path(config.data.out or ".")
-    if not out.resolve().is_relative_to(Path.cwd()) and not (out / "meta.json").exists():
+    with suppress(ValueError):  # a name that no file can have
+        if isinstance(recorded, str) and to_path(recorded).is_dir():
+            return to_path(recorded)
+    if config.data.path == STDIN:
+        raise UserError(
+            f"{path}: its shards are gone, and came from standard input; give data=bin data.path=<shards>"
+        )
+    out = to_path(config.data.out or "shards")
+    if Path.cwd() not in out.resolve().parents and not (out / "meta.json").exists():
         raise UserError(
             f"{path}: its shards are gone, and new ones would be written to {out}, outside this folder; if that is "
             f"meant, make them first with scripts/prepare.py and data.out={out}"

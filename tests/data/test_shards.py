@@ -239,3 +239,24 @@ def test_header_of_endless_nesting_or_length_is_refused(tmp_path: Path) -> None:
         path.write_bytes(b"ORDINAL1" + size.to_bytes(8, "little") + b"[" * 200_000)
         with pytest.raises(UserError, match="train.bin: not a readable shard"):
             open_shard(path)
+
+
+@pytest.mark.parametrize("starts", [[0, -1], [0, 2**62], [1, 5], [0, 9, 9], [0, 1000]])
+def test_documents_that_do_not_lie_in_the_tokens_are_refused(tmp_path: Path, starts: list[int]) -> None:
+    tokens = np.resize([5, 6, 256], 1000)
+    path = write_shards(tmp_path / "s", tokens, tokens) / "train-00000.bin"
+    header = json.loads(path.read_bytes()[16:1024]) | {"documents": len(starts)}
+    encoded = json.dumps(header).encode().ljust(1008)
+    documents = np.array(starts, "<i8").tobytes()
+    path.write_bytes(path.read_bytes()[:16] + encoded + tokens.astype("<u2").tobytes() + documents)
+    with pytest.raises(UserError, match="damaged, its documents do not lie in its tokens"):
+        TokenStream(tmp_path / "s", "train").documents(256)
+
+
+@pytest.mark.parametrize("table", [[], "x", [1e999], [10**23], {"a": 1}, [1, 2], [-1] * 3000, [[1]] * 3000])
+def test_table_of_bytes_that_is_none_counts_as_absent(tmp_path: Path, table: object) -> None:
+    folder = write_shards(tmp_path / "s", RAMP, RAMP)
+    (folder / "meta.json").write_text(json.dumps({"bytes_per_token": table}))
+    assert TokenStream(folder, "train").bytes_per_token() is None
+    (folder / "meta.json").write_text(json.dumps({"bytes_per_token": [1] * 3000}))
+    assert TokenStream(folder, "train").bytes_per_token() is not None
