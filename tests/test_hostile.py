@@ -215,6 +215,7 @@ EDITS = {
             ]
         }
     ),
+    "rate of text": group(lr="x"),
     "settings of tensors": group(weight_decay=torch.ones(2)),
     "fused by a tensor": group(fused=torch.ones(2)),
     "moments of no shape": each_moment(lambda value: torch.zeros(())),

@@ -21,8 +21,7 @@ from model.training.optim import Optimizers
 
 FORMAT = "ordinal-checkpoint-1"
 MOMENTS = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
-# of an optimizer's settings: the rate, which is set at each step, and how a device computes
-LOCAL = ("lr", "fused", "foreach")
+LOCAL = ("fused", "foreach")  # an optimizer's settings for its device
 
 
 class _Plain(BaseModel):
@@ -178,7 +177,8 @@ def load_optimizers(optimizers: Optimizers, state: dict[str, Any], source: Path)
         fits = fits and len(own) == len(there["param_groups"])
         for here, group in zip(own, there["param_groups"], strict=False):
             groups.append(here | {key: value for key, value in group.items() if key not in LOCAL})
-            fits = fits and groups[-1] == here
+            # the rate is set at each step
+            fits = fits and groups[-1] | {"lr": here["lr"]} == here and isinstance(groups[-1]["lr"], float)
         for number, moments in there["state"].items():
             fits = (
                 fits and number in range(len(weights)) and moments.keys() == MOMENTS[type(optimizer).__name__]
