@@ -44,7 +44,7 @@ class DataConfig(Strict):
     text_key: str = "text"
     shards: PositiveInt | None = None
     shard_tokens: PositiveInt = 100_000_000
-    workers: Annotated[int, Field(ge=1, le=1024)] | None = None
+    workers: Annotated[int, Field(gt=0, le=1024)] | None = None
     windows: Literal["contiguous", "within_document"] = "contiguous"
     task: Literal["none", "recall", "copy", "reverse"] = "none"
     task_rate: Annotated[float, Field(ge=0, le=1)] = 1.0

@@ -55,7 +55,7 @@ class TrainConfig(Strict):
     """
 
     steps: PositiveInt
-    batch_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    batch_size: Annotated[int, Field(gt=0, le=1_000_000)]
     micro_batch_size: PositiveInt | None = None
     eval_interval: PositiveInt
     eval_tokens: PositiveInt | None = None
