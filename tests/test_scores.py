@@ -10,8 +10,9 @@ import torch
 
 from model.evaluation.memory import saved_bytes
 from model.evaluation.scores import largest_scores
+from model.evaluation.speed import token_seconds
 from model.position import Span
-from tests.conftest import POSITIONS, tiny_gpt
+from tests.conftest import CONTEXT, POSITIONS, VOCAB, tiny_gpt
 
 
 @pytest.mark.parametrize("kind", ["rope", "none", "alibi"])
@@ -73,3 +74,12 @@ def test_saved_bytes_of_one_linear_layer_are_its_input_and_the_softmax() -> None
     found = saved_bytes(Head(), torch.randint(0, 257, (2, 16)), precision)  # type: ignore[arg-type]
     inputs, log_softmax, targets, total_weight = 32 * 8 * 4, 32 * 257 * 4, 32 * 8, 4
     assert found == inputs + log_softmax + targets + total_weight
+
+
+def test_time_of_a_token_is_that_of_its_model_and_leaves_no_gradient() -> None:
+    small, large = tiny_gpt(POSITIONS["rope"], n_layer=1), tiny_gpt(POSITIONS["rope"], n_layer=8)
+    ids = torch.randint(VOCAB, (8, CONTEXT))
+    precision = partial(torch.autocast, "cpu", enabled=False)
+    one, again, eight = token_seconds([(small, ids), (small, ids), (large, ids)], precision)
+    assert eight > 2.5 * max(one, again) and one > 0
+    assert all(parameter.grad is None for parameter in large.parameters())

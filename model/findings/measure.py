@@ -11,14 +11,14 @@ from data import tokenizer
 from data.loader import TokenStream
 from data.synthetic import longest
 from model.config import UserError
-from model.evaluation import bigram, memory, probe, retrieval, scores, shuffle
+from model.evaluation import bigram, memory, probe, retrieval, scores, shuffle, speed
 from model.evaluation import lengths as loss_at
 from model.evaluation.exact_match import exact_match
 from model.evaluation.kept import Kept
 from model.evaluation.score_bound import bound_ratio
 from model.findings.code_version import code_version
 from model.findings.spec import Measure, Scale
-from model.load import Run
+from model.load import Run, build_model
 from model.training.device import autocast
 
 PROBE_WINDOWS, PROBE_TEST_WINDOWS, SHUFFLE_WINDOWS, SHUFFLE_DRAWS = 2400, 64, 480, 4
@@ -38,6 +38,7 @@ def measure(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
     bound: `bound_ratio` of RoPE's scores beyond the window and interpolated. scores: `score_within` and
     `score_beyond`, the largest |q k| / sqrt(d) of windows of the finding's longest, at distances below L and from L.
     memory: `saved_mb`, what a training step of the run keeps for its backward pass, in MB.
+    speed: `token_cost`, what a step takes for a token over what sinusoidal positions at L take, measured in turn.
     exact: `exact_within` and `exact_beyond`, the fraction of words copied without a mistake, over words as long as
     those of training, and over longer ones of up to twice that.
     """
@@ -70,6 +71,7 @@ def behind(kind: str) -> tuple[Callable[..., Values], tuple[str, ...]]:
         "bound": (bounded, ("score_bound",)),
         "scores": (scored, ("scores",)),
         "memory": (remembered, ("memory",)),
+        "speed": (timed, ("speed",)),
         "exact": (exactly, ("exact_match",)),
     }[kind]
 
@@ -160,9 +162,24 @@ def scored(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: P
 
 def remembered(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
     train, length = run.config.train, run.config.model.context_length
-    windows = probe.cut_windows(stream, train.micro_batch_size or train.batch_size, length)
-    precision = autocast(next(run.model.parameters()).device, train.precision)
-    return {"saved_mb": memory.saved_bytes(run.model, windows, precision) / 1e6}
+    device = next(run.model.parameters()).device
+    windows = probe.cut_windows(stream, train.micro_batch_size or train.batch_size, length).to(device)
+    return {"saved_mb": memory.saved_bytes(run.model, windows, autocast(device, train.precision)) / 1e6}
+
+
+def timed(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
+    train, length = run.config.train, run.config.model.context_length
+    device = next(run.model.parameters()).device
+    shape = run.config.model.model_copy(update={"context_length": scale.length, "original_length": None})
+    sinusoidal = {"_target_": "model.position.additive.Sinusoidal", "base": 10000.0}
+    reference = build_model(run.config.model_copy(update={"model": shape, "position": sinusoidal})).to(device)
+    rows = train.micro_batch_size or train.batch_size
+    windows = probe.cut_windows(stream, rows, length).to(device)
+    others = probe.cut_windows(stream, max(rows * length // scale.length, 1), scale.length).to(device)
+    own, its = speed.token_seconds(
+        [(run.model, windows), (reference, others)], autocast(device, train.precision)
+    )
+    return {"token_cost": own / its}
 
 
 def exactly(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:

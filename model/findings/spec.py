@@ -21,6 +21,7 @@ FIXED_NAMES = {
     "bound": {"bound_ratio"},
     "scores": {"score_within", "score_beyond"},
     "memory": {"saved_mb"},
+    "speed": {"token_cost"},
     "exact": {"exact_within", "exact_beyond"},
 }
 
@@ -53,7 +54,9 @@ class Scale(Strict):
 class Measure(Strict):
     """What is measured on a finished run. Results have the names that `measure.py` gives them."""
 
-    kind: Literal["loss", "retrieval", "probe", "shuffle", "bigram", "exact", "bound", "scores", "memory"]
+    kind: Literal[
+        "loss", "retrieval", "probe", "shuffle", "bigram", "exact", "bound", "scores", "memory", "speed"
+    ]
     lengths: list[PositiveFloat] = Field([1.0])  # multiples of the scale's L
     protocol: Literal["non_overlapping", "sliding", "last"] = "non_overlapping"
     longest: PositiveFloat = 1.0  # that of the finding, so that all its losses are of the same tokens
