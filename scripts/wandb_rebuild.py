@@ -28,7 +28,7 @@ def main(values: dict[str, Any]) -> None:
     folder.mkdir()
     settings = run_config.model_dump(mode="json", exclude={"run_dir", "resume"})
     logger = run_config.logger.model_copy(update={"mode": "offline"})
-    with Wandb(logger, path, run_id, settings, folder, patience=None) as wandb:
+    with Wandb(logger, path, run_id, settings, folder, hurried=False) as wandb:
         for row in rows:
             wandb.log(row)
         if rows:

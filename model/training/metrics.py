@@ -88,11 +88,11 @@ class Wandb:
         run_id: str,
         settings: dict[str, Any],
         folder: Path | None = None,
-        patience: float | None = PATIENCE,
+        hurried: bool = True,
     ) -> None:
         self._run: Any = None
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._run_dir, self._patience = run_dir, patience
+        self._run_dir, self._hurried = run_dir, hurried
         self._folder = folder or run_dir.parent  # of the wandb/ that holds this run
         self.has_failed = False
         if config.mode == "disabled":
@@ -168,7 +168,7 @@ class Wandb:
         self._calls.put(lambda: run.finish(exit_code=0 if kind is None else 1))
         self._calls.put(None)
         try:
-            self._thread.join(self._patience)
+            self._thread.join(PATIENCE if self._hurried else None)
         finally:
             if self._thread.is_alive():
                 self._leave()

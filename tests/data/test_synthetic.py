@@ -15,9 +15,8 @@ from data.loader import TokenStream
 from data.synthetic import Copy, Reverse, longest
 from data.tasks import TaskStream
 from model.evaluation.exact_match import TRIALS, exact_match
-from model.evaluation.perplexity import evaluate
 from model.load import load_run
-from tests.conftest import VOCAB, write_shards
+from tests.conftest import VOCAB, evaluate, write_shards
 from tests.test_training import metrics
 
 TEXT = np.full(44, ord(" "))

@@ -9,9 +9,8 @@ import torch
 
 from data.loader import TokenStream
 from model.config import UserError
-from model.evaluation.perplexity import evaluate
 from model.position.t5 import bucket_starts
-from tests.conftest import CONTEXT, POSITIONS, VOCAB, encoding, tiny_config, tiny_gpt, write_shards
+from tests.conftest import CONTEXT, POSITIONS, VOCAB, encoding, evaluate, tiny_config, tiny_gpt, write_shards
 from tests.position import checks
 
 T5 = POSITIONS["t5"]
