@@ -19,7 +19,7 @@ reproduce: setup
 	$(BIN)/python scripts/reproduce.py finding=all scale=cpu
 
 test: setup check
-	$(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses auto
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

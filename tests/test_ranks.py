@@ -113,6 +113,7 @@ def test_two_processes_have_the_losses_of_one_and_one_run(tmp_path: Path, comman
     assert len(own) == 2 and not torch.equal(own[0]["cpu"], own[1]["cpu"])  # dropout masks of their own
 
 
+@pytest.mark.slow  # what it is about has tests of one process each in test_faults.py
 def test_signal_saves_once_and_another_number_of_processes_goes_on(
     tmp_path: Path, command: list[str]
 ) -> None:

@@ -19,7 +19,6 @@ from model.findings.spec import FINDINGS, read_finding
 from tests.conftest import ROOT
 from tests.test_cli import ENVIRONMENT
 
-pytestmark = pytest.mark.xdist_group("reproduce")  # one process has the folder in which all has been run
 COMMAND = [sys.executable, str(ROOT / "scripts/reproduce.py")]
 
 
@@ -32,14 +31,6 @@ def reproduce(cwd: Path, *arguments: str, code: int = 0) -> subprocess.Completed
     return result
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which all findings have been run at scale=smoke."""
-    place = tmp_path_factory.mktemp("smoke")
-    reproduce(place)
-    return place
-
-
 def numbers(place: Path) -> dict[str, Any]:
     files = sorted((place / "results/smoke/runs").glob("*.json"))
     results = {file.stem: json.loads(file.read_text()) for file in files}
@@ -50,7 +41,8 @@ def numbers(place: Path) -> dict[str, Any]:
     return {key: (result.get("curve"), repeatable[key]) for key, result in results.items()}
 
 
-def test_every_finding_has_its_page_json_and_figures(done: Path) -> None:
+def check_pages(done: Path) -> None:
+    """Each finding has its page, JSON and figures."""
     for name in FINDINGS:
         finding = read_finding(name)
         content = json.loads((done / f"results/smoke/{name}.json").read_text())
@@ -65,7 +57,12 @@ def test_every_finding_has_its_page_json_and_figures(done: Path) -> None:
         assert page.count("](figures/") == len(finding.figures)
 
 
-def test_nothing_is_run_twice_even_without_the_checkpoints(done: Path) -> None:
+def test_findings_leave_their_pages_and_nothing_is_run_twice_even_without_the_checkpoints(
+    tmp_path: Path,
+) -> None:
+    done = tmp_path
+    reproduce(done)
+    check_pages(done)
     before = {file: file.read_bytes() for file in (done / "results").rglob("*") if file.is_file()}
     (done / "runs/reproduce").rename(done / "runs/gone")
     began = time.monotonic()
@@ -73,7 +70,6 @@ def test_nothing_is_run_twice_even_without_the_checkpoints(done: Path) -> None:
     assert time.monotonic() - began < 30
     assert {file: file.read_bytes() for file in (done / "results").rglob("*") if file.is_file()} == before
     assert not (done / "runs/reproduce").exists()
-    (done / "runs/gone").rename(done / "runs/reproduce")
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -87,16 +83,20 @@ def test_mistakes(tmp_path: Path, arguments: list[str], says: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_at_any_instant_it_ends_with_the_same_numbers(done: Path, tmp_path: Path) -> None:
+def test_killed_at_any_instant_it_ends_with_the_same_numbers(tmp_path: Path) -> None:
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    for place in (killed, undisturbed):
+        place.mkdir()
+    reproduce(undisturbed)
     for seconds in (3, 6, 8, 10, 12, 15):
         process = subprocess.Popen(
-            COMMAND, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            COMMAND, cwd=killed, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         time.sleep(seconds)
         os.kill(process.pid, signal.SIGKILL if seconds % 2 else signal.SIGTERM)
         process.wait()
-    reproduce(tmp_path)
-    assert numbers(tmp_path) == numbers(done)
+    reproduce(killed)
+    assert numbers(killed) == numbers(undisturbed)
 
 
 def test_readme_has_the_findings_as_they_were_judged() -> None:
