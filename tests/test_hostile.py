@@ -381,6 +381,11 @@ def test_stored_config_cannot_write_elsewhere(train_tiny: Train, tmp_path: Path,
         ):
             run_dir.shards(path, config)
     assert not (tmp_path / "outside").exists() and not list(inside.iterdir())
+    (tmp_path / "disk").mkdir()
+    (inside / "shards").symlink_to(tmp_path / "disk")  # the user's own, on a larger disk
+    config = compose_config("data=text", "tokenizer=bytes", f"data.path={tmp_path / 'gone.txt'}")
+    with pytest.raises(UserError, match="gone.txt"):  # it got as far as looking for the text
+        run_dir.shards(path, config)
 
 
 def test_nothing_that_is_kept_tells_whose_it_was(tmp_path: Path, shards: Path) -> None:

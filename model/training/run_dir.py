@@ -189,8 +189,10 @@ def shards(path: Path, config: RunConfig) -> Path:
         raise UserError(
             f"{path}: its shards are gone, and came from standard input; give data=bin data.path=<shards>"
         )
-    out = to_path(config.data.out or "shards")
-    if Path.cwd() not in out.resolve().parents and not (out / "meta.json").exists():
+    out = Path(
+        os.path.abspath(to_path(config.data.out or "shards"))
+    )  # links in the working folder are the user's
+    if Path.cwd() not in out.parents and not (out / "meta.json").exists():
         raise UserError(
             f"{path}: its shards are gone, and new ones would be written to {out}, outside this folder; if that is "
             f"meant, make them first with scripts/prepare.py and data.out={out}"
