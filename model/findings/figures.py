@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
+
 from model.findings.jobs import Plan
 from model.findings.judge import interval
 from model.findings.measure import measure_id
@@ -13,7 +15,7 @@ from model.findings.spec import Figure, Finding
 
 LABELS = {
     "length": ("length of evaluation, in multiples of L", "loss (nats a token)"),
-    "tokens": ("tokens of training (millions)", "loss (nats a token)"),
+    "tokens": ("tokens of this training (millions)", "loss (nats a token)"),
     "layer": ("layer (0: embeddings)", "distance of the best guess, over L"),
 }
 
@@ -62,7 +64,11 @@ def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize="small")
+    # in the order of the lines' ends, and beside them
+    lines = sorted(axes.lines, key=lambda line: -np.asarray(line.get_ydata())[-1])
+    seeds = len(plan.scale.seeds)
+    band = f"mean and 95 %\ninterval of {seeds} seeds" if seeds > 1 else "one seed"
+    canvas.legend(handles=lines, title=band, loc="outside right upper", frameon=False, fontsize="small")
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"\W+", "-", f"{finding.name} {figure.title}".lower()).strip("-")
     canvas.savefig(folder / f"{name}.svg", metadata={"Date": None})

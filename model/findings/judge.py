@@ -14,6 +14,7 @@ from model.findings.measure import measure_id
 from model.findings.spec import Claim, Finding
 
 FEWEST_SEEDS = 3
+VERDICTS = ("reproduced", "not reproduced", "inconclusive")
 
 Lookup = Callable[[str], float | None]  # "run.result" to its value; None: not defined
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from data.files import write_atomically
 from model.errors import UserError
 from model.findings.figures import draw
 from model.findings.jobs import Job, Plan
-from model.findings.judge import judge
+from model.findings.judge import VERDICTS, judge
 from model.findings.spec import FINDINGS, Finding
 from model.training.run_dir import write_json
 
@@ -56,15 +58,16 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
             f"`{claim['statistic']}`",
             claim["threshold"],
             measured(claim),
-            claim["verdict"] + scale,
+            f"**{claim['verdict']}**{scale}",
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     seeds = ", ".join(map(str, plan.scale.seeds))
     lines += [
         "",
-        f"Means over seeds {seeds} with 95 % intervals (Student's t), each statistic taken within a seed. A "
-        "claim is *reproduced* when its whole interval is as asked, *not reproduced* when all of it is not, else "
-        "*inconclusive*. The interval is about the seed of a training; texts and exams are the same for all.",
+        f"Of {len(content['claims'])} claims {counted(content['claims'])}. Means over seeds {seeds} with 95 % "
+        "intervals (Student's t), each statistic taken within a seed. A claim is *reproduced* when its whole interval "
+        "is as asked, *not reproduced* when all of it is not, else *inconclusive*. The interval is about the seed of a "
+        "training; texts and exams are the same for all.",
         "",
     ]
     lines += [f"![{figure.stem}]({figure.as_posix()})\n" for figure in figures]
@@ -74,17 +77,7 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
     lines += [f"- {claim['id']}: {claim['why'].strip()}" for claim in content["claims"]]
     lines += ["", "## What differs from the paper", "", finding.differs.strip(), ""]
     if content["tuning"]:
-        lines += [
-            "## Tuning",
-            "",
-            "Validation loss by option, first seed; the lowest is used for all seeds.",
-            "",
-        ]
-        lines += ["| run | option | validation loss |", "| --- | --- | --- |"]
-        lines += [
-            f"| {row['run']} | `{row['option']}` | {row['val_loss']:.4f} |" for row in content["tuning"]
-        ]
-        lines.append("")
+        lines += ["## Tuning", "", *tuning_tables(content["tuning"]), ""]
     spent = content["cost"]
     lines += [
         "## Cost",
@@ -103,6 +96,14 @@ def measured(claim: dict[str, Any]) -> str:
     return f"{claim['mean']:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
 
+def counted(claims: list[dict[str, Any]]) -> str:
+    """How many have each verdict: `3 reproduced, 1 not judged`."""
+    counts = Counter(claim["verdict"] for claim in claims)
+    return ", ".join(
+        f"{counts[verdict]} {verdict}" for verdict in (*VERDICTS, "not judged") if counts[verdict]
+    )
+
+
 def tuning(finding: Finding, plan: Plan) -> list[dict[str, Any]]:
     """A row for each option that was tried."""
     return [
@@ -111,6 +112,32 @@ def tuning(finding: Finding, plan: Plan) -> list[dict[str, Any]]:
         if name == finding.name
         for options, job in tried
     ]
+
+
+def tuning_tables(rows: list[dict[str, Any]]) -> list[str]:
+    """A table for each set of options, a line per run; the lowest loss is bold."""
+    tried: dict[str, dict[str, float | None]] = {}
+    for row in rows:
+        tried.setdefault(row["run"], {})[row["option"]] = row["val_loss"]
+    lines = ["Validation loss by option, first seed; the lowest is used for all seeds."]
+    at_an_end = []
+    for options in dict.fromkeys(map(tuple, tried.values())):
+        cells = "".join(f" `{option}` |" for option in options)
+        lines += ["", f"| run |{cells}", "| --- |" + " --- |" * len(options)]
+        for run, losses in tried.items():
+            if tuple(losses) == options:
+                found = [math.inf if loss is None else loss for loss in losses.values()]
+                best = found.index(min(found))
+                texts = ["diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in found]
+                texts[best] = f"**{texts[best]}**"
+                lines.append(f"| {run} | " + " | ".join(texts) + " |")
+                at_an_end += [run] if best in {0, len(found) - 1} else []
+    if at_an_end:
+        ends = (
+            f"Best at an end of what was tried: {', '.join(at_an_end)}. A wider search may find a better one."
+        )
+        lines += ["", ends]
+    return lines
 
 
 def cost(jobs: list[Job], plan: Plan) -> dict[str, Any]:
@@ -127,22 +154,33 @@ def cost(jobs: list[Job], plan: Plan) -> dict[str, Any]:
 
 
 def findings_table(results: Path) -> str:
-    """The README's table, from the JSON of all scales whose verdicts count."""
-    lines = ["| finding | claim | measured | asked | verdict |", "| --- | --- | --- | --- | --- |"]
+    """The README's part, from the JSON of all scales whose verdicts count: how many held, then each claim."""
+    summary = [
+        "| finding | scale | " + " | ".join(VERDICTS) + " |",
+        "| --- | --- |" + " --- |" * len(VERDICTS),
+    ]
+    details = []
     for name in FINDINGS:
         for file in sorted(results.glob(f"*/{name}.json")):
-            content = json.loads(file.read_text())
-            scale = file.parent.name
-            for claim in content["claims"]:
-                if claim["verdict"] != "not judged":
-                    link = f"[{content['title']}, {scale}](results/{scale}/{name}.md)"
-                    cells = [link, f"{claim['id']} {claim['sentence']}", measured(claim), claim["threshold"]]
-                    lines.append("| " + " | ".join([*cells, f"**{claim['verdict']}**"]) + " |")
-    return "\n".join(lines) if len(lines) > 2 else "No finding has been judged yet."
+            content, scale = json.loads(file.read_text()), file.parent.name
+            claims = [claim for claim in content["claims"] if claim["verdict"] != "not judged"]
+            if not claims:
+                continue
+            counts = Counter(claim["verdict"] for claim in claims)
+            link = f"[{content['title']}](results/{scale}/{name}.md)"
+            cells = [link, scale, *(str(counts[verdict]) for verdict in VERDICTS)]
+            summary.append("| " + " | ".join(cells) + " |")
+            head = f"<details><summary>{content['title']}, {scale}: {counted(claims)}</summary>"
+            details += ["", head, "", "| claim | measured | asked | verdict |", "| --- | --- | --- | --- |"]
+            for claim in claims:
+                cells = [f"{claim['id']} {claim['sentence']}", measured(claim), claim["threshold"]]
+                details.append("| " + " | ".join([*cells, f"**{claim['verdict']}**"]) + " |")
+            details += ["", "</details>"]
+    return "\n".join(summary + details) if details else "No finding has been judged yet."
 
 
 def update_readme(readme: Path, results: Path) -> None:
-    """Put the table between its marks."""
+    """Put the tables between its marks."""
     text = readme.read_text()
     if BEGIN not in text or END not in text:
         raise UserError(f"{readme}: has no lines {BEGIN} and {END}, between which the table of findings goes")
