@@ -194,7 +194,8 @@ class Display:
             disable=not self._console.is_terminal,
         )
         self._task = self._bar.add_task("", done="", text="")
-        self._began, self._spoke, self._first = time.monotonic(), 0.0, -1.0
+        self._began, self._spoke = time.monotonic(), 0.0
+        self._before: float | None = None  # what had been worked off when the command was given
 
     def __enter__(self) -> Display:
         self._bar.start()
@@ -206,10 +207,10 @@ class Display:
     def show(self, plan: Plan, running: list[Job], todo: list[Job], work: Path) -> None:
         total = sum(cost(job) for job in plan.jobs.values())
         left = sum(cost(job) * (1 - progress_of(job, work)) for job in todo)
-        if self._first < 0:
-            self._first = left
+        if self._before is None:
+            self._before = total - left
         seconds = time.monotonic() - self._began
-        worked = self._first - left
+        worked = total - left - self._before  # jobs that tuning has decided about meanwhile are in both
         eta = f"{seconds * left / worked / 60:.0f} min left" if worked > 0 and seconds > 10 else "estimating"
         waiting = f", {plan.waiting} wait for tuning" if plan.waiting else ""
         done = f"{len(plan.jobs) - len(todo)} of {len(plan.jobs)} runs{waiting}"
