@@ -14,7 +14,7 @@ from model.findings.measure import measure_id
 from model.findings.spec import Claim, Finding
 
 FEWEST_SEEDS = 3
-VERDICTS = ("reproduced", "not reproduced", "inconclusive")
+VERDICTS, NOT_JUDGED = ("reproduced", "not reproduced", "inconclusive"), "not judged"
 
 Lookup = Callable[[str], float | None]  # "run.result" to its value; None: not defined
 
@@ -53,7 +53,7 @@ def judge(finding: Finding, plan: Plan) -> list[Verdict]:
                 values=values,
                 mean=fmean(values),
                 interval=bounds,
-                verdict=decide(claim, bounds, len(values)) if plan.scale.judged else "not judged",
+                verdict=decide(claim, bounds, len(values)) if plan.scale.judged else NOT_JUDGED,
                 needs_scale=claim.needs_scale,
             )
         )
@@ -62,8 +62,10 @@ def judge(finding: Finding, plan: Plan) -> list[Verdict]:
 
 def decide(claim: Claim, bounds: tuple[float, float] | None, n: int) -> str:
     """`reproduced` when the whole interval is within the bounds, `not reproduced` when it is wholly without."""
+    if claim.superseded_by:
+        return f"superseded by {claim.superseded_by}"
     if bounds is None or n < FEWEST_SEEDS:
-        return "not judged"
+        return NOT_JUDGED
     low, high = bounds
     if claim.above < low and high < claim.below:
         return "reproduced"
@@ -88,7 +90,8 @@ def value(statistic: Any, look_up: Lookup) -> float:
         return math.nan if found is None else found
     ((operation, operands),) = statistic.items()
     if operation == "undefined":
-        return float(look_up(operands) is None)
+        failed = look_up(f"{operands.partition('.')[0]}.failed")  # and has no result for that reason
+        return math.nan if failed else float(look_up(operands) is None)
     values = [value(operand, look_up) for operand in operands]
     # max and min would pass over what is not a number
     return math.nan if any(map(math.isnan, values)) else OPERATIONS[operation](values)
@@ -132,6 +135,7 @@ def lookup(finding: Finding, plan: Plan, seed: int) -> Lookup:
         job = plan.place[finding.name, run, seed]
         known = plan.results.read(job)
         values = {key: known.get(key) for key in ("val_loss", "tokens_per_s", "tokens")}
+        values["failed"] = float(plan.results.has_failed(job))
         for what in finding.runs[run].measures:
             values |= known.get("measures", {}).get(measure_id(what, plan.scale), {})
         return values.get(result)

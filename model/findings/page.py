@@ -13,16 +13,18 @@ from data.files import write_atomically
 from model.errors import UserError
 from model.findings.figures import draw
 from model.findings.jobs import Job, Plan
-from model.findings.judge import VERDICTS, judge
+from model.findings.judge import NOT_JUDGED, VERDICTS, Verdict, judge
 from model.findings.spec import FINDINGS, Finding
+from model.findings.tables import loss_tables, meanings, runs_table, tuning, tuning_tables
 from model.training.run_dir import write_json
 
+LOSSES = "Nats a token, mean over seeds ± half of its 95 % interval. Each table scores one set of tokens."
 BEGIN, END = "<!-- findings: begin -->", "<!-- findings: end -->"
 
 
 def publish(finding: Finding, plan: Plan, folder: Path, command: str) -> list[dict[str, Any]]:
     """Write <finding>.json, .md and figures into `folder`; returns the claims as the JSON has them."""
-    claims = [verdict._asdict() for verdict in judge(finding, plan)]
+    claims = [plain(verdict) for verdict in judge(finding, plan)]
     used = {job.key: job for (name, _, _), job in plan.place.items() if name == finding.name}
     used |= {
         job.key: job for (name, _), tried in plan.tuning.items() if name == finding.name for _, job in tried
@@ -42,6 +44,15 @@ def publish(finding: Finding, plan: Plan, folder: Path, command: str) -> list[di
     text = page(finding, plan, content, [path.relative_to(folder) for path in figures])
     write_atomically(folder / f"{finding.name}.md", text.encode())
     return claims
+
+
+def plain(verdict: Verdict) -> dict[str, Any]:
+    """For JSON, which has no NaN: null where a run has no number."""
+    values = [value if math.isfinite(value) else None for value in verdict.values]
+    return verdict._asdict() | {
+        "values": values,
+        "mean": verdict.mean if math.isfinite(verdict.mean) else None,
+    }
 
 
 def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Path]) -> str:
@@ -71,8 +82,10 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
         "",
     ]
     lines += [f"![{figure.stem}]({figure.as_posix()})\n" for figure in figures]
+    lines += ["## Loss by length", "", LOSSES, "", *losses] if (losses := loss_tables(finding, plan)) else []
     if finding.discussion:
         lines += ["## What the verdicts rest on", "", finding.discussion.strip(), ""]
+    lines += ["## What the names mean", "", *meanings(finding), "", *runs_table(finding), ""]
     lines += ["## Why these thresholds", ""]
     lines += [f"- {claim['id']}: {claim['why'].strip()}" for claim in content["claims"]]
     lines += ["", "## What differs from the paper", "", finding.differs.strip(), ""]
@@ -92,6 +105,8 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
 
 
 def measured(claim: dict[str, Any]) -> str:
+    if claim["mean"] is None:
+        return "no number, for a run diverged"
     bounds = claim["interval"]
     return f"{claim['mean']:.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if bounds else "")
 
@@ -102,42 +117,6 @@ def counted(claims: list[dict[str, Any]]) -> str:
     return ", ".join(
         f"{counts[verdict]} {verdict}" for verdict in (*VERDICTS, "not judged") if counts[verdict]
     )
-
-
-def tuning(finding: Finding, plan: Plan) -> list[dict[str, Any]]:
-    """A row for each option that was tried."""
-    return [
-        {"run": run, "option": " ".join(options), "val_loss": plan.results.read(job).get("val_loss")}
-        for (name, run), tried in plan.tuning.items()
-        if name == finding.name
-        for options, job in tried
-    ]
-
-
-def tuning_tables(rows: list[dict[str, Any]]) -> list[str]:
-    """A table for each set of options, a line per run; the lowest loss is bold."""
-    tried: dict[str, dict[str, float | None]] = {}
-    for row in rows:
-        tried.setdefault(row["run"], {})[row["option"]] = row["val_loss"]
-    lines = ["Validation loss by option, first seed; the lowest is used for all seeds."]
-    at_an_end = []
-    for options in dict.fromkeys(map(tuple, tried.values())):
-        cells = "".join(f" `{option}` |" for option in options)
-        lines += ["", f"| run |{cells}", "| --- |" + " --- |" * len(options)]
-        for run, losses in tried.items():
-            if tuple(losses) == options:
-                found = [math.inf if loss is None else loss for loss in losses.values()]
-                best = found.index(min(found))
-                texts = ["diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in found]
-                texts[best] = f"**{texts[best]}**"
-                lines.append(f"| {run} | " + " | ".join(texts) + " |")
-                at_an_end += [run] if best in {0, len(found) - 1} else []
-    if at_an_end:
-        ends = (
-            f"Best at an end of what was tried: {', '.join(at_an_end)}. A wider search may find a better one."
-        )
-        lines += ["", ends]
-    return lines
 
 
 def cost(jobs: list[Job], plan: Plan) -> dict[str, Any]:
@@ -163,8 +142,8 @@ def findings_table(results: Path) -> str:
     for name in FINDINGS:
         for file in sorted(results.glob(f"*/{name}.json")):
             content, scale = json.loads(file.read_text()), file.parent.name
-            claims = [claim for claim in content["claims"] if claim["verdict"] != "not judged"]
-            if not claims:
+            claims = content["claims"]
+            if all(claim["verdict"] == NOT_JUDGED for claim in claims):
                 continue
             counts = Counter(claim["verdict"] for claim in claims)
             link = f"[{content['title']}](results/{scale}/{name}.md)"

@@ -113,6 +113,7 @@ class Claim(Strict):
     above: float = -math.inf
     why: str  # the threshold
     needs_scale: bool = False
+    superseded_by: str | None = None  # the claim that asks for the same by a better measure
 
     model_config = Strict.model_config | {"allow_inf_nan": True}
 
@@ -182,6 +183,8 @@ class Finding(Strict):
                 known = self.runs[owner].names()
                 if result not in known:
                     raise ValueError(f"claim {claim.id}: {owner} gives no {result}{nearest(result, known)}")
+            if claim.superseded_by and claim.superseded_by not in {other.id for other in self.claims}:
+                raise ValueError(f"claim {claim.id}: superseded_by: there is no claim {claim.superseded_by}")
         for figure in self.figures:
             for other in figure.runs:
                 if other not in self.runs:

@@ -13,7 +13,14 @@ from model.findings.judge import decide, interval, text, threshold, value
 from model.findings.spec import FINDINGS, Claim, Finding, Measure, RunSpec, Scale, read_finding
 from tests.conftest import ROOT
 
-KNOWN = {"a.ppl@1L": 20.0, "a.ppl@2L": 19.0, "a.ppl@4L": 22.0, "b.loss": 3.0, "c.loss": None}
+KNOWN = {
+    "a.ppl@1L": 20.0,
+    "a.ppl@2L": 19.0,
+    "a.ppl@4L": 22.0,
+    "b.loss": 3.0,
+    "c.loss": None,
+    "diverged.failed": 1.0,
+}
 
 
 def test_a_scale_has_different_seeds() -> None:
@@ -36,9 +43,10 @@ def claim(**changes: Any) -> Claim:
      "min(a.ppl@1L, a.ppl@2L) - mean(a.ppl@1L, 30)"),
     ({"undefined": "c.loss"}, 1.0, "undefined(c.loss)"),
     ({"undefined": "b.loss"}, 0.0, "undefined(b.loss)"),
+    ({"undefined": "diverged.loss"}, math.nan, "undefined(diverged.loss)"),
 ])  # fmt: skip
 def test_statistics(statistic: dict[str, Any], wanted: float, written: str) -> None:
-    assert value(statistic, KNOWN.__getitem__) == pytest.approx(wanted)
+    assert value(statistic, KNOWN.get) == pytest.approx(wanted, nan_ok=True)
     assert text(statistic) == written
 
 
@@ -48,7 +56,7 @@ def test_what_is_not_defined_makes_no_number() -> None:
         {"max": ["b.loss", "c.loss"]},
         {"min": ["c.loss", "b.loss"]},
     ):
-        assert math.isnan(value(statistic, KNOWN.__getitem__))
+        assert math.isnan(value(statistic, KNOWN.get))
 
 
 def test_interval_is_students() -> None:
@@ -76,6 +84,10 @@ def test_the_whole_interval_decides(bounds: dict[str, float], low: float, high: 
 
 def test_two_seeds_are_no_verdict() -> None:
     assert decide(claim(below=1.0), (0.1, 0.2), 2) == decide(claim(below=1.0), None, 3) == "not judged"
+
+
+def test_a_claim_with_a_better_measure_is_left_to_that() -> None:
+    assert decide(claim(below=1.0, superseded_by="B"), (0.1, 0.2), 3) == "superseded by B"
 
 
 def test_thresholds_are_written_as_asked() -> None:
@@ -111,6 +123,7 @@ def finding(**changes: Any) -> dict[str, Any]:
     ({"claims": [finding()["claims"][0] | {"below": math.inf}]}, "claim A: neither below nor above"),
     ({"longest": 1}, "runs.a: 2 L is above longest, 1 L; raise that"),
     ({"runs": {"a": {"start": "b"}, "b": {"start": "a"}}, "claims": []}, "runs.a: starts from itself"),
+    ({"claims": [finding()["claims"][0] | {"superseded_by": "B"}]}, "claim A: superseded_by: there is no claim B"),
     ({"figures": [{"title": "t", "x": "length", "runs": ["z"]}]}, "figures: there is no run z"),
 ])  # fmt: skip
 def test_mistakes_in_a_finding_are_said_before_anything_runs(changes: dict[str, Any], says: str) -> None:

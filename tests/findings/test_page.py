@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from model.findings.page import counted, findings_table, tuning_tables
+from model.findings.page import counted, findings_table
+from model.findings.tables import tuning_tables
 
 
-def rows(run: str, losses: dict[str, float | None]) -> list[dict[str, object]]:
-    return [{"run": run, "option": option, "val_loss": loss} for option, loss in losses.items()]
+def rows(run: str, losses: dict[str, float | None], tokens: int | None = None) -> list[dict[str, object]]:
+    return [
+        {"run": run, "option": option, "tokens": tokens, "val_loss": loss} for option, loss in losses.items()
+    ]
 
 
 def test_tuning_has_a_line_per_run_a_table_per_set_of_options_and_tells_what_diverged() -> None:
@@ -17,12 +20,14 @@ def test_tuning_has_a_line_per_run_a_table_per_set_of_options_and_tells_what_div
         rows("rope", {"lr=1": 3.0, "lr=2": 2.5, "lr=4": None})
         + rows("none", {"lr=1": 3.5, "lr=2": 3.25, "lr=4": 3.125})
         + rows("tuned", {"lr=8": 1.0, "lr=9": 2.0})
+        + rows("short", {"lr=8": 1.0, "lr=9": 0.5}, tokens=16384)
     )
     assert "| run | `lr=1` | `lr=2` | `lr=4` |" in lines and "| run | `lr=8` | `lr=9` |" in lines
     assert "| rope | 3.0000 | **2.5000** | diverged |" in lines
     assert "| none | 3.5000 | 3.2500 | **3.1250** |" in lines
+    assert "| run, on the first 16,384 tokens | `lr=8` | `lr=9` |" in lines
     assert "| tuned | **1.0000** | 2.0000 |" in lines
-    assert "Best at an end of what was tried: none, tuned." in lines[-1]
+    assert "Best at an end of what was tried: none, tuned, short." in lines[-1]
 
 
 def claim(name: str, verdict: str) -> dict[str, object]:
