@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
+from yaml import YAMLError
 
 from model import sweep
 from model.arguments import quoted, swept_with_their_groups, without_home
@@ -114,7 +115,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
             values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
             assert isinstance(values, dict)
             return task({str(key): value for key, value in values.items()}), 0, None
-        except (UserError, RunFailed, OmegaConfBaseException, OSError) as error:
+        except (UserError, RunFailed, OmegaConfBaseException, YAMLError, OSError) as error:
             sentence = explained(error, config_name, given)
             if getattr(error, "said", False):
                 time.sleep(SECONDS_FOR_FIRST)
@@ -126,7 +127,7 @@ def main(config_name: str, task: Callable[[dict[str, Any]], dict[str, Any] | Non
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(job)()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError, OSError) as error:
         if started and not isinstance(error, HydraException | OmegaConfBaseException):
             raise  # ours, not a mistake in what was typed
         refuse(explained(error, config_name, given))

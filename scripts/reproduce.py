@@ -46,22 +46,20 @@ def main(values: dict[str, Any]) -> None:
         print(f"Hours if {UTILISATION:.0%} of a device's peak are reached; measures are not counted.")
         launch.print_table(estimate(findings, scale), title=scale.title)
         return
-    from data.prepare import prepare
     from model.findings.jobs import Plan, Results
     from model.findings.page import publish, update_readme
-    from model.findings.pool import run_all
+    from model.findings.pool import gpus_for, run_all
+    from model.findings.texts import prepare_texts
 
     folder, work = to_path(config.out) / scale_name, to_path(config.work) / scale_name
     results = Results(folder / "runs", scale)
     plan = Plan(findings, scale, results)
-    for run in {
-        (job.config.data.source, job.config.tokenizer.name): job.config for job in plan.jobs.values()
-    }.values():
-        prepare(run.data, run.tokenizer.name)
+    prepare_texts(findings, plan)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(config.workers or cores, cores)
+    gpus = gpus_for(plan)
+    workers = min(config.workers or len(gpus) or cores, cores)
     print(f"{len(plan.jobs)} runs or more, {workers} at a time; results go to {folder}")
-    plan = run_all(lambda: Plan(findings, scale, results), work, workers, cores // workers)
+    plan = run_all(lambda: Plan(findings, scale, results), work, workers, cores // workers, gpus)
     for finding in findings:
         command = f"python scripts/reproduce.py finding={finding.name} scale={scale_name}"
         claims = publish(finding, plan, folder, command)

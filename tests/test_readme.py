@@ -42,6 +42,10 @@ def test_adding_an_encoding_takes_the_class_and_the_yaml_of_the_readme(tmp_path:
         [*training, "position.a=x"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert wrong.returncode == 2 and "position.a=x: expected a valid number" in wrong.stderr
+    (tmp_path / "conf/position/kerple.yaml").write_text("_target_: model.position.kerple.Kerple\na: 1.0: 2\n")
+    no_yaml = subprocess.run(training, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert no_yaml.returncode == 2 and "Traceback" not in no_yaml.stderr
+    assert re.search(r"error: mapping values are not allowed here .*kerple.yaml\", line 2", no_yaml.stderr)
 
 
 @pytest.mark.parametrize(

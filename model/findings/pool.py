@@ -13,14 +13,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing import active_children, get_context
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from data.workers import end_with_parent, starting
 from model.errors import RunFailed
 from model.findings.jobs import Job, Plan
+from model.training.device import pick_device
 
 SECONDS_BETWEEN_LOOKS = 5  # at how far trainings are; one that ends is noticed at once
 SECONDS_BETWEEN_LINES = 30  # where there is no terminal
@@ -61,14 +64,24 @@ def cost(job: Job) -> float:
     return tokens + MEASURING * 1e6 * len(job.measures)
 
 
-def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) -> Plan:
+def gpus_for(plan: Plan) -> list[str]:
+    """The GPUs that this command may use, as CUDA_VISIBLE_DEVICES names them, if its trainings run on any."""
+    if all(pick_device(job.config.train.device, "train.device").type != "cuda" for job in plan.jobs.values()):
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+
+
+def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int, gpus: list[str]) -> Plan:
     """Run everything that `replan` finds to be done, and return the plan that has nothing left.
+
+    Workers take the `gpus` in turn, if there are any.
 
     Raises RunFailed at the end when jobs failed. On Ctrl-C and SIGTERM workers save their training and stop.
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of the workers: this process has counted its own
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    pool = new_pool(workers)
+    pool = new_pool(workers, gpus)
     running: dict[str, tuple[Job, Future[None]]] = {}
     failed: Counter[str] = Counter()
     finished: dict[str, int] = {}  # jobs to the number of their measures
@@ -87,7 +100,7 @@ def run_all(replan: Callable[[], Plan], work: Path, workers: int, threads: int) 
                         )
                 if broken:  # a worker was killed, and took the others with it
                     end_workers(pool)
-                    pool = new_pool(workers)
+                    pool = new_pool(workers, gpus)
                 plan = replan()
                 for key, job in plan.jobs.items():
                     if (
@@ -139,13 +152,23 @@ def end_workers(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(cancel_futures=True)
 
 
-def new_pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, get_context("spawn"), end_with_parent)
+def new_pool(workers: int, gpus: list[str]) -> ProcessPoolExecutor:
+    context = get_context("spawn")
+    return ProcessPoolExecutor(workers, context, begin, (gpus, context.Value("i", 0)))
+
+
+def begin(gpus: list[str], turn: Synchronized[int]) -> None:
+    """A worker ends with its parent, and sees one GPU."""
+    end_with_parent()
+    if gpus:
+        with turn.get_lock():
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn.value % len(gpus)]
+            turn.value += 1
 
 
 def do(description: str) -> None:
     """A job, in a worker; what it prints, and why it fails, goes to log.txt in its folder."""
-    from model.findings.work import main  # torch, which the process that waits need not load
+    from model.findings.work import main  # which imports this module
 
     what = json.loads(description)
     file = Path(what["work"]) / what["key"] / "log.txt"

@@ -20,6 +20,7 @@ from model.findings.spec import Measure, Scale
 from model.load import Run, build_model
 from model.training import checkpoint, run_dir
 from model.training.config import RunConfig
+from model.training.device import pick_device
 
 FIRST_STEPS = 10  # whose losses are kept, for a test to repeat
 
@@ -64,7 +65,8 @@ def measured(job: Job, results: Results, weights: Path, folder: Path, own: Path)
     assert state is not None, weights
     model = build_model(job.config)
     checkpoint.load_weights(model, state, weights)
-    run = Run(job.config, model.eval(), state["step"], state["data"])
+    model.eval().to(pick_device(job.config.train.device, "train.device"))
+    run = Run(job.config, model, state["step"], state["data"])
     stream = TokenStream(folder, "val")
     for missing in results.missing(job):
         values = measure(run, stream, missing, results.scale, own)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from model.config import RunFailed, validate
+from model.config import RunFailed, UserError, validate
 from model.findings import code_version as versions
 from model.findings.jobs import Job, Plan, Results
 from model.findings.judge import lookup
 from model.findings.measure import measure_id
-from model.findings.pool import required, run_all, weights_of
+from model.findings.page import publish
+from model.findings.pool import begin, gpus_for, required, run_all, weights_of
 from model.findings.spec import Finding, Scale
+from model.findings.texts import prepare_texts
 
 LOSS = {"kind": "loss", "lengths": [1, 2]}
 TINY: dict[str, Any] = {
@@ -144,7 +150,7 @@ def test_readings_train_nothing_and_need_their_parents_weights(tmp_path: Path) -
 
 
 def run_tiny(tmp_path: Path, found: Finding, **changes: Any) -> Plan:
-    return run_all(lambda: plan(tmp_path, found, **changes), tmp_path / "work", 2, 1)
+    return run_all(lambda: plan(tmp_path, found, **changes), tmp_path / "work", 2, 1, [])
 
 
 def test_a_failed_run_is_told_with_its_reason_and_the_rest_is_finished(tmp_path: Path) -> None:
@@ -165,7 +171,7 @@ def test_a_failed_run_is_told_with_its_reason_and_the_rest_is_finished(tmp_path:
 def test_a_result_does_not_depend_on_what_the_worker_did_before(tmp_path: Path) -> None:
     """One worker does dropout with another seed first; then a fresh one has only the second job."""
     found = finding("a", none={"overrides": ["position=none", "model.dropout=0.1"]})
-    after = run_all(lambda: plan(tmp_path / "after", found), tmp_path / "work", 1, 1)
+    after = run_all(lambda: plan(tmp_path / "after", found), tmp_path / "work", 1, 1, [])
     alone = run_tiny(tmp_path / "alone", found, seeds=[1])
     job = after.place["a", "none", 1]
     assert alone.results.read(job)["curve"] == after.results.read(job)["curve"] != []
@@ -217,6 +223,18 @@ def test_what_diverged_is_not_run_again_and_has_no_numbers(tmp_path: Path) -> No
     made.results.add(made.place["a", "none", 0], trained=True, diverged="loss is nan")
     assert required(made, tmp_path / "work") == {}
     assert lookup(found, made, 0)("none.loss@1L") is None
+    claims = publish(asking(found), made, tmp_path, "command")
+    assert [(claim["mean"], claim["verdict"]) for claim in claims] == [(None, "not judged")] * 2
+    json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert "no number, for a run diverged | **not judged**" in (tmp_path / "a.md").read_text()
+
+
+def asking(found: Finding) -> Finding:
+    """With a claim about a number and one about its absence."""
+    words = {"sentence": "s", "source": "t", "why": "w", "above": 0.5}
+    statistics = {"A": {"ratio": ["none.loss@2L", "none.loss@1L"]}, "B": {"undefined": "none.loss@2L"}}
+    claims = [{"id": name, "statistic": statistic, **words} for name, statistic in statistics.items()]
+    return validate(Finding, found.model_dump() | {"claims": claims})
 
 
 def test_code_that_changes_under_a_run_does_not_run_it_for_ever(
@@ -229,3 +247,33 @@ def test_code_that_changes_under_a_run_does_not_run_it_for_ever(
         run_tiny(tmp_path, found, seeds=[0])
     (log,) = (tmp_path / "work").glob("*/log.txt")
     assert "was code changed while it ran?" in log.read_text()
+
+
+def test_each_worker_has_a_gpu_of_those_that_the_command_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(tmp_path, finding("a", none={"overrides": ["position=none"]}))
+    monkeypatch.setattr("model.findings.pool.end_with_parent", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_for(made) == []
+    monkeypatch.setattr("model.findings.pool.pick_device", lambda *asked: torch.device("cuda"))
+    assert gpus_for(made) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-5")
+    gpus, turn, given = gpus_for(made), get_context("spawn").Value("i", 0), []
+    for _ in range(3):
+        begin(gpus, turn)
+        given.append(os.environ["CUDA_VISIBLE_DEVICES"])
+    assert given == ["3", "GPU-5", "3"]
+    begin([], turn)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_text_without_a_document_as_long_as_asked_is_refused_before_any_training(tmp_path: Path) -> None:
+    found = finding("a", none={"overrides": ["position=none"], "measures": [LOSS]})
+    made = plan(tmp_path, found, seeds=[0], length=2**20, batch_tokens=2**20)
+    with pytest.raises(
+        UserError, match="finding=a: scores windows of 4,194,304 tokens, and no held-out document"
+    ):
+        prepare_texts([found], made)
+    prepare_texts([found], plan(tmp_path, found, seeds=[0]))
