@@ -21,26 +21,16 @@ from model.findings.spec import Measure, Scale
 from model.load import Run, build_model
 from model.training.device import autocast
 
-PROBE_WINDOWS, PROBE_TEST_WINDOWS, SHUFFLE_WINDOWS, SHUFFLE_DRAWS = 2400, 64, 480, 4
+PROBE_TEST_WINDOWS, SHUFFLE_WINDOWS, SHUFFLE_DRAWS = 64, 480, 4
 LOSSES, RETRIEVAL = "losses.json", "retrieval.json"  # what is done of a measure that was stopped
 BATCH_TOKENS, PRECISION = 16384, "fp32"
 Values = dict[str, float | None]  # None: not defined
 
 
 def measure(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
-    """Results by name; `folder` keeps what is done of a measure that is stopped. Lengths are in units of L:
+    """Results by name, as `tables.py` says what they mean; `folder` keeps what is done of a measure that is stopped.
 
-    loss: `loss@2L` and `ppl@2L`, with `/sliding` or `/last` behind for those protocols, `beyond@2L` for the
-    tokens whose place in the window is L or more, and `bits@2L` per byte. retrieval: `retrieves_to@4L`, as a
-    multiple of L, and `found@4L`, the fraction of keys found within it. probe: mean absolute distance over L of
-    the best guess of a position, `probe@3` by layer, and `untrained@3` for the same model before training. shuffle:
-    `rise@keep_1`, what it costs in nats to permute the prefix but for its last token. bigram: `bigram_loss`.
-    bound: `bound_ratio` of RoPE's scores beyond the window and interpolated. scores: `score_within` and
-    `score_beyond`, the largest |q k| / sqrt(d) of windows of the finding's longest, at distances below L and from L.
-    memory: `saved_mb`, what a training step of the run keeps for its backward pass, in MB.
-    speed: `token_cost`, what a step takes for a token over what sinusoidal positions at L take, measured in turn.
-    exact: `exact_within` and `exact_beyond`, the fraction of words copied without a mistake, over words as long as
-    those of training, and over longer ones of up to twice that.
+    Those of a run `by layer` are `probe@3`, and `untrained@3` for the same model before its training.
     """
     return behind(what.kind)[0](run, stream, what, scale, folder)
 
@@ -51,8 +41,8 @@ def measure_id(what: Measure, scale: Scale) -> str:
     details = {
         "loss": f" {what.protocol} at {lengths} of {round(scale.length * what.longest)}, {scale.val_tokens} tokens",
         "retrieval": f" to {lengths}",
-        "probe": f" {scale.probe_steps} steps",
-        "scores": f" of {round(scale.length * what.longest)}",
+        "probe": f" {scale.probe_steps} steps on {scale.probe_windows} windows",
+        "scores": f" at {lengths}, as many tokens as in windows of {round(scale.length * what.longest)}",
     }
     function, modules = behind(what.kind)
     names = [f"model.evaluation.{name}" for name in modules]
@@ -125,10 +115,11 @@ def retrieved(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder
 def probed(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
     train = TokenStream(stream.folder, "train")
     windows = probe.train_and_test_windows(
-        train, stream, min(PROBE_WINDOWS, len(train) // scale.length), PROBE_TEST_WINDOWS, scale.length
+        train, stream, min(scale.probe_windows, len(train) // scale.length), PROBE_TEST_WINDOWS, scale.length
     )
+    device = next(run.model.parameters()).device
     values: Values = {}
-    for name, model in (("probe", run.model), ("untrained", probe.untrained(run.config))):
+    for name, model in (("probe", run.model), ("untrained", probe.untrained(run.config).to(device))):
         rows = probe.probe_positions(model, *windows, steps=scale.probe_steps, batch_size=8, lr=1e-2, seed=0)
         found = [row["mad_over_length"] for row in rows]
         values |= {f"{name}@{layer}": value for layer, value in enumerate(found)}
@@ -155,9 +146,16 @@ def bounded(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: 
 
 
 def scored(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:
-    windows = probe.cut_windows(stream, scores.WINDOWS, round(scale.length * what.longest))
-    within, beyond = scores.largest_scores(run.model, windows, scale.length)
-    return {"score_within": within, "score_beyond": beyond}
+    device = next(run.model.parameters()).device
+    values: Values = {}
+    for multiple in what.lengths:
+        count = round(
+            scores.WINDOWS * what.longest / multiple
+        )  # a maximum over as many tokens at each length
+        windows = probe.cut_windows(stream, count, round(scale.length * multiple)).to(device)
+        within, beyond = scores.largest_scores(run.model, windows, scale.length)
+        values |= {f"score_within@{multiple:g}L": within, f"score_beyond@{multiple:g}L": beyond}
+    return values
 
 
 def remembered(run: Run, stream: TokenStream, what: Measure, scale: Scale, folder: Path) -> Values:

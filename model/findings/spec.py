@@ -19,7 +19,6 @@ FIXED_NAMES = {
     "shuffle": {"rise@all", "rise@keep_1", "rise@keep_8"},
     "bigram": {"bigram_loss"},
     "bound": {"bound_ratio"},
-    "scores": {"score_within", "score_beyond"},
     "memory": {"saved_mb"},
     "speed": {"token_cost"},
     "exact": {"exact_within", "exact_beyond"},
@@ -36,6 +35,7 @@ class Scale(Strict):
     micro_tokens: PositiveInt | None = None  # of a forward; null: all of a step
     val_tokens: PositiveInt | None  # scored by each measure of loss; null: the whole split
     probe_steps: PositiveInt  # of the classifiers that look for positions in hidden states
+    probe_windows: PositiveInt  # of text that they learn from
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)]
     judged: bool  # false where runs are too small for a verdict
     overrides: list[str]  # of every run
@@ -65,10 +65,9 @@ class Measure(Strict):
         """The names of what it gives."""
         if self.kind in FIXED_NAMES:
             return FIXED_NAMES[self.kind]
-        if self.kind == "retrieval":
-            return {
-                f"{name}@{multiple:g}L" for name in ("retrieves_to", "found") for multiple in self.lengths
-            }
+        by_length = {"retrieval": ("retrieves_to", "found"), "scores": ("score_within", "score_beyond")}
+        if self.kind in by_length:
+            return {f"{name}@{multiple:g}L" for name in by_length[self.kind] for multiple in self.lengths}
         behind = "" if self.protocol == "non_overlapping" else f"/{self.protocol}"
         named = {f"{name}@{m:g}L{behind}" for name in ("loss", "ppl", "bits") for m in self.lengths}
         return named | {f"beyond@{m:g}L{behind}" for m in self.lengths if m > 1}

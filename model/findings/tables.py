@@ -23,7 +23,8 @@ MEANING = {
     "shuffle": "`rise@keep_8` is what it costs, in nats for the next token, to permute its prefix but for the last 8.",
     "bigram": "`bigram_loss` is the loss of a smoothed bigram model on the text of `val_loss`.",
     "bound": "`bound_ratio` is the bound of RoPE's scores beyond the window over that of interpolated ones.",
-    "scores": "`score_within` and `score_beyond` are the largest |q k| / sqrt(d) at distances below L and from L.",
+    "scores": "`score_within@4L` and `score_beyond@4L` are the largest |q k| / sqrt(d) in windows of 4 L at distances "
+    "below L and from L.",
     "memory": "`saved_mb` is what a step of training keeps for its backward pass, in MB.",
     "speed": "`token_cost` is the time that a step takes for a token over that of sinusoidal positions at L, in turn.",
     "exact": "`exact_within` is the part of words answered without a mistake, over words as long as those of training, "

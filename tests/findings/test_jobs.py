@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     "batch_tokens": 128,
     "val_tokens": 500,
     "probe_steps": 2,
+    "probe_windows": 16,
     "seeds": [0, 1],
     "judged": False,
     "sizes": {},
