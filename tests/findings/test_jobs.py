@@ -18,7 +18,7 @@ from model.findings.jobs import Job, Plan, Results
 from model.findings.judge import lookup
 from model.findings.measure import measure_id
 from model.findings.page import publish
-from model.findings.pool import begin, gpus_for, required, run_all, weights_of
+from model.findings.pool import Display, begin, gpus_for, required, run_all, weights_of
 from model.findings.spec import Finding, Scale
 from model.findings.texts import prepare_texts
 
@@ -278,3 +278,22 @@ def test_a_text_without_a_document_as_long_as_asked_is_refused_before_any_traini
     ):
         prepare_texts([found], made)
     prepare_texts([found], plan(tmp_path, found, seeds=[0]))
+
+
+def test_the_time_left_counts_jobs_that_tuning_has_decided_about_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("model.findings.pool.time.monotonic", lambda: clock[0])
+    found = finding("a", none={"overrides": ["position=none"]})
+    few, all_of_them = plan(tmp_path, found, seeds=[0, 1]), plan(tmp_path, found, seeds=[0, 1, 2, 3])
+    display, jobs = Display(), list(all_of_them.jobs.values())
+    said = []
+    for clock[0], known, todo in (
+        (0.0, few, jobs[:2]),
+        (120.0, few, jobs[1:2]),
+        (240.0, all_of_them, jobs[2:]),
+    ):
+        display.show(known, [], todo, tmp_path)
+        said.append(display._bar.tasks[0].fields["text"].partition(";")[0])
+    assert said == ["estimating", "2 min left", "4 min left"]
