@@ -63,8 +63,9 @@ def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
     if figure.x == "length":
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set_xticks(xs)
         axes.minorticks_off()
+    if figure.x != "tokens":
+        axes.set_xticks(xs)
     axes.grid(alpha=0.3)
     # in the order of the lines' ends, and beside them
     lines = sorted(axes.lines, key=lambda line: -np.asarray(line.get_ydata())[-1])
