@@ -113,10 +113,9 @@ def measured(claim: dict[str, Any]) -> str:
 
 def counted(claims: list[dict[str, Any]]) -> str:
     """How many have each verdict: `3 reproduced, 1 not judged`."""
-    counts = Counter(claim["verdict"] for claim in claims)
-    return ", ".join(
-        f"{counts[verdict]} {verdict}" for verdict in (*VERDICTS, "not judged") if counts[verdict]
-    )
+    counts = Counter(claim["verdict"].partition(" by ")[0] for claim in claims)
+    verdicts = (*VERDICTS, "superseded", NOT_JUDGED)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts if counts[verdict])
 
 
 def cost(jobs: list[Job], plan: Plan) -> dict[str, Any]:

@@ -44,4 +44,6 @@ def test_the_readme_counts_verdicts_and_has_each_claim_that_was_judged(tmp_path:
     assert "| [Long](results/cpu/alibi.md) | cpu | 2 | 0 | 1 |" in lines
     assert "| A2 It holds | 0.500 [0.250, 0.750] | < 1 | **inconclusive** |" in lines
     assert sum(line.startswith("| A") for line in lines) == 3
-    assert counted([claim("A1", "not judged")]) == "1 not judged"
+    assert (
+        counted([claim("A1", "not judged"), claim("A2", "superseded by A1")]) == "1 superseded, 1 not judged"
+    )
