@@ -48,10 +48,14 @@ def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
     import matplotlib.pyplot as plt
 
     canvas, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    ticks: set[float] = set()
     untrained = [f"untrained {run}" for run in figure.runs] if figure.x == "layer" else []
     for run in figure.runs + untrained:
         by_seed = [points(finding, figure, plan, run, seed) for seed in plan.scale.seeds]
         xs = sorted(set.intersection(*(set(found) for found in by_seed)))
+        if not xs:  # a training that diverged has no line
+            continue
+        ticks |= set(xs)
         columns = [[found[x] for found in by_seed] for x in xs]
         means = [fmean(column) for column in columns]
         bounds = [interval(column) or (fmean(column), fmean(column)) for column in columns]
@@ -65,7 +69,7 @@ def draw(finding: Finding, figure: Figure, plan: Plan, folder: Path) -> Path:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.minorticks_off()
     if figure.x != "tokens":
-        axes.set_xticks(xs)
+        axes.set_xticks(sorted(ticks))
     axes.grid(alpha=0.3)
     # in the order of the lines' ends, and beside them
     lines = sorted(axes.lines, key=lambda line: -np.asarray(line.get_ydata())[-1])

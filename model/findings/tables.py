@@ -88,7 +88,10 @@ def loss_tables(finding: Finding, plan: Plan) -> list[str]:
 
 
 def _loss(finding: Finding, plan: Plan, run: str, result: str) -> str:
-    found = [lookup(finding, plan, seed)(f"{run}.{result}") for seed in plan.scale.seeds]
+    look_ups = [lookup(finding, plan, seed) for seed in plan.scale.seeds]
+    if any(look_up(f"{run}.failed") for look_up in look_ups):
+        return "diverged"
+    found = [look_up(f"{run}.{result}") for look_up in look_ups]
     values = [value for value in found if value is not None]
     if len(values) < len(found):
         return "not defined"

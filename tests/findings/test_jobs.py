@@ -227,7 +227,10 @@ def test_what_diverged_is_not_run_again_and_has_no_numbers(tmp_path: Path) -> No
     claims = publish(asking(found), made, tmp_path, "command")
     assert [(claim["mean"], claim["verdict"]) for claim in claims] == [(None, "not judged")] * 2
     json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
-    assert "no number, for a run diverged | **not judged**" in (tmp_path / "a.md").read_text()
+    text = (tmp_path / "a.md").read_text()
+    assert (
+        "no number, for a run diverged | **not judged**" in text and "| none | diverged | diverged |" in text
+    )
 
 
 def asking(found: Finding) -> Finding:
@@ -235,7 +238,8 @@ def asking(found: Finding) -> Finding:
     words = {"sentence": "s", "source": "t", "why": "w", "above": 0.5}
     statistics = {"A": {"ratio": ["none.loss@2L", "none.loss@1L"]}, "B": {"undefined": "none.loss@2L"}}
     claims = [{"id": name, "statistic": statistic, **words} for name, statistic in statistics.items()]
-    return validate(Finding, found.model_dump() | {"claims": claims})
+    figures = [{"title": "Loss", "x": "length", "runs": ["none"]}]
+    return validate(Finding, found.model_dump() | {"claims": claims, "figures": figures})
 
 
 def test_code_that_changes_under_a_run_does_not_run_it_for_ever(
