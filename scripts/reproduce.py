@@ -72,6 +72,7 @@ def main(values: dict[str, Any]) -> None:
                 "verdict": c["verdict"],
             }
             for c in claims
+            if not c["superseded_by"]
         ]
         launch.print_table(rows, title=f"{finding.title}: {folder / finding.name}.md")
     if folder.resolve().is_relative_to(ROOT / "results"):

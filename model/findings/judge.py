@@ -32,6 +32,7 @@ class Verdict(NamedTuple):
     interval: tuple[float, float] | None
     verdict: str
     needs_scale: bool
+    superseded_by: str | None
 
 
 def judge(finding: Finding, plan: Plan) -> list[Verdict]:
@@ -55,6 +56,7 @@ def judge(finding: Finding, plan: Plan) -> list[Verdict]:
                 interval=bounds,
                 verdict=decide(claim, bounds, len(values)) if plan.scale.judged else NOT_JUDGED,
                 needs_scale=claim.needs_scale,
+                superseded_by=claim.superseded_by,
             )
         )
     return verdicts
@@ -62,8 +64,6 @@ def judge(finding: Finding, plan: Plan) -> list[Verdict]:
 
 def decide(claim: Claim, bounds: tuple[float, float] | None, n: int) -> str:
     """`reproduced` when the whole interval is within the bounds, `not reproduced` when it is wholly without."""
-    if claim.superseded_by:
-        return f"superseded by {claim.superseded_by}"
     if bounds is None or n < FEWEST_SEEDS:
         return NOT_JUDGED
     low, high = bounds
@@ -105,6 +105,8 @@ OPERATIONS: dict[str, Callable[[list[float]], float]] = {
     "mean": fmean,
 }
 
+SIGNS = {"ratio": " / ", "difference": " - "}
+
 
 def text(statistic: Any) -> str:
     """The statistic as people write it."""
@@ -114,9 +116,12 @@ def text(statistic: Any) -> str:
     if operation == "undefined":
         return f"undefined({operands})"
     parts = [text(operand) for operand in operands]
-    if operation in {"ratio", "difference"}:
-        return {"ratio": " / ", "difference": " - "}[operation].join(parts)
-    return f"{operation}({', '.join(parts)})"
+    if operation not in SIGNS:
+        return f"{operation}({', '.join(parts)})"
+    nested = [isinstance(operand, dict) and not SIGNS.keys().isdisjoint(operand) for operand in operands]
+    return SIGNS[operation].join(
+        f"({part})" if inside else part for part, inside in zip(parts, nested, strict=True)
+    )
 
 
 def threshold(claim: Claim) -> str:

@@ -19,6 +19,7 @@ from model.findings.tables import loss_tables, meanings, runs_table, tuning, tun
 from model.training.run_dir import write_json
 
 LOSSES = "Nats a token, mean over seeds ± half of its 95 % interval. Each table scores one set of tokens."
+SUPERSEDED = "A later claim asks the same better, or of a longer training. These are kept and not counted."
 BEGIN, END = "<!-- findings: begin -->", "<!-- findings: end -->"
 
 
@@ -60,18 +61,7 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
     lines = [f"# {finding.title}", "", f"{finding.paper}. Scale: {plan.scale.title}.", ""]
     if plan.scale.note:
         lines += [plan.scale.note.strip(), ""]
-    lines += ["| claim | statistic | asked | measured | verdict |", "| --- | --- | --- | --- | --- |"]
-    for claim in content["claims"]:
-        sentence = f"**{claim['id']}** {claim['sentence']} ({claim['source']})"
-        scale = "; said to need scale" if claim["needs_scale"] else ""
-        cells = [
-            sentence,
-            f"`{claim['statistic']}`",
-            claim["threshold"],
-            measured(claim),
-            f"**{claim['verdict']}**{scale}",
-        ]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += claims_table([claim for claim in content["claims"] if not claim["superseded_by"]])
     seeds = ", ".join(map(str, plan.scale.seeds))
     lines += [
         "",
@@ -85,6 +75,8 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
     lines += ["## Loss by length", "", LOSSES, "", *losses] if (losses := loss_tables(finding, plan)) else []
     if finding.discussion:
         lines += ["## What the verdicts rest on", "", finding.discussion.strip(), ""]
+    if superseded := [claim for claim in content["claims"] if claim["superseded_by"]]:
+        lines += ["## Superseded claims", "", SUPERSEDED, "", *claims_table(superseded), ""]
     lines += ["## What the names mean", "", *meanings(finding), "", *runs_table(finding), ""]
     lines += ["## Why these thresholds", ""]
     lines += [f"- {claim['id']}: {claim['why'].strip()}" for claim in content["claims"]]
@@ -104,6 +96,22 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
     return "\n".join(lines)
 
 
+def claims_table(claims: list[dict[str, Any]]) -> list[str]:
+    lines = ["| claim | statistic | asked | measured | verdict |", "| --- | --- | --- | --- | --- |"]
+    for claim in claims:
+        scale = "; said to need scale" if claim["needs_scale"] else ""
+        successor = f"; see {claim['superseded_by']}" if claim["superseded_by"] else ""
+        cells = [
+            f"**{claim['id']}** {claim['sentence']} ({claim['source']})",
+            f"`{claim['statistic']}`",
+            claim["threshold"],
+            measured(claim),
+            f"**{claim['verdict']}**{scale}{successor}",
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
 def measured(claim: dict[str, Any]) -> str:
     if claim["mean"] is None:
         return "no number, for a run diverged"
@@ -112,8 +120,8 @@ def measured(claim: dict[str, Any]) -> str:
 
 
 def counted(claims: list[dict[str, Any]]) -> str:
-    """How many have each verdict: `3 reproduced, 1 not judged`."""
-    counts = Counter(claim["verdict"].partition(" by ")[0] for claim in claims)
+    """How many have each verdict: `3 reproduced, 1 not judged`. Superseded ones are counted as such alone."""
+    counts = Counter("superseded" if claim["superseded_by"] else claim["verdict"] for claim in claims)
     verdicts = (*VERDICTS, "superseded", NOT_JUDGED)
     return ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts if counts[verdict])
 
@@ -132,7 +140,7 @@ def cost(jobs: list[Job], plan: Plan) -> dict[str, Any]:
 
 
 def findings_table(results: Path) -> str:
-    """The README's part, from the JSON of all scales whose verdicts count: how many held, then each claim."""
+    """The README's part, from the JSON of all scales whose verdicts count: how many held, then each current claim."""
     summary = [
         "| finding | scale | " + " | ".join(VERDICTS) + " |",
         "| --- | --- |" + " --- |" * len(VERDICTS),
@@ -144,13 +152,14 @@ def findings_table(results: Path) -> str:
             claims = content["claims"]
             if all(claim["verdict"] == NOT_JUDGED for claim in claims):
                 continue
-            counts = Counter(claim["verdict"] for claim in claims)
+            current = [claim for claim in claims if not claim["superseded_by"]]
+            counts = Counter(claim["verdict"] for claim in current)
             link = f"[{content['title']}](results/{scale}/{name}.md)"
             cells = [link, scale, *(str(counts[verdict]) for verdict in VERDICTS)]
             summary.append("| " + " | ".join(cells) + " |")
             head = f"<details><summary>{content['title']}, {scale}: {counted(claims)}</summary>"
             details += ["", head, "", "| claim | measured | asked | verdict |", "| --- | --- | --- | --- |"]
-            for claim in claims:
+            for claim in current:
                 cells = [f"{claim['id']} {claim['sentence']}", measured(claim), claim["threshold"]]
                 details.append("| " + " | ".join([*cells, f"**{claim['verdict']}**"]) + " |")
             details += ["", "</details>"]

@@ -112,7 +112,7 @@ class Claim(Strict):
     above: float = -math.inf
     why: str  # the threshold
     needs_scale: bool = False
-    superseded_by: str | None = None  # the claim that asks for the same by a better measure
+    superseded_by: str | None = None  # the claim that asks the same in a better way
 
     model_config = Strict.model_config | {"allow_inf_nan": True}
 
