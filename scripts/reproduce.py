@@ -22,6 +22,7 @@ class ReproduceConfig(Strict):
     scale: Scale
     workers: PositiveInt | None
     estimate: bool
+    superseded: bool
     out: str
     work: str
 
@@ -44,7 +45,7 @@ def main(values: dict[str, Any]) -> None:
         from model.findings.estimate import UTILISATION, estimate
 
         print(f"Hours if {UTILISATION:.0%} of a device's peak are reached; measures are not counted.")
-        launch.print_table(estimate(findings, scale), title=scale.title)
+        launch.print_table(estimate(findings, scale, config.superseded), title=scale.title)
         return
     from model.findings.jobs import Plan, Results
     from model.findings.page import publish, update_readme
@@ -53,13 +54,15 @@ def main(values: dict[str, Any]) -> None:
 
     folder, work = to_path(config.out) / scale_name, to_path(config.work) / scale_name
     results = Results(folder / "runs", scale)
-    plan = Plan(findings, scale, results)
+    plan = Plan(findings, scale, results, config.superseded)
     prepare_texts(findings, plan)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = gpus_for(plan)
     workers = min(config.workers or len(gpus) or cores, cores)
     print(f"{len(plan.jobs)} runs or more, {workers} at a time; results go to {folder}")
-    plan = run_all(lambda: Plan(findings, scale, results), work, workers, cores // workers, gpus)
+    plan = run_all(
+        lambda: Plan(findings, scale, results, config.superseded), work, workers, cores // workers, gpus
+    )
     for finding in findings:
         command = f"python scripts/reproduce.py finding={finding.name} scale={scale_name}"
         claims = publish(finding, plan, folder, command)

@@ -27,10 +27,12 @@ class Assumed(Results):
         return {"val_loss": 0.0}
 
 
-def estimate(findings: list[Finding], scale: Scale) -> list[dict[str, Any]]:
+def estimate(findings: list[Finding], scale: Scale, superseded: bool) -> list[dict[str, Any]]:
     """A row for each finding, and one for all, whose trainings are shared. Measures are not counted."""
     groups = {finding.name: [finding] for finding in findings} | {"all of them": findings}
-    return [_row(name, Plan(group, scale, Assumed(Path(), scale))) for name, group in groups.items()]
+    return [
+        _row(name, Plan(group, scale, Assumed(Path(), scale), superseded)) for name, group in groups.items()
+    ]
 
 
 def _row(name: str, plan: Plan) -> dict[str, Any]:

@@ -67,24 +67,32 @@ class Results:
     def add(self, job: Job, **values: Any) -> None:
         write_json(self.file(job), self.read(job) | values)
 
-    def missing(self, job: Job) -> list[Measure]:
-        """The measures of a job that no result has yet."""
+    def missing(self, job: Job, measures: list[Measure] | None = None) -> list[Measure]:
+        """Those of some measures, by default of all that a job has, that no result has yet."""
         known = self.read(job).get("measures", {})
-        return [measure for measure in job.measures if measure_id(measure, self.scale) not in known]
+        asked = job.measures if measures is None else measures
+        return [measure for measure in asked if measure_id(measure, self.scale) not in known]
 
     def has_failed(self, job: Job) -> bool:
         """Whether its training, or one that it starts from, diverged: it has no numbers, and will have none."""
         own = self.read(job).get("diverged") is not None
         return own or (job.parent is not None and self.has_failed(job.parent))
 
-    def is_done(self, job: Job) -> bool:
-        return self.has_failed(job) or (bool(self.read(job).get("trained")) and not self.missing(job))
+    def is_done(self, job: Job, measures: list[Measure] | None = None) -> bool:
+        return self.has_failed(job) or (
+            bool(self.read(job).get("trained")) and not self.missing(job, measures)
+        )
 
 
 class Plan:
-    """The jobs of some findings at a scale. Made anew as results come in, since tuning decides about later jobs."""
+    """The jobs of some findings at a scale. Made anew as results come in, since tuning decides about later jobs.
 
-    def __init__(self, findings: Iterable[Finding], scale: Scale, results: Results) -> None:
+    Runs that only superseded claims need are left out where they are not on record, unless `superseded`.
+    """
+
+    def __init__(
+        self, findings: Iterable[Finding], scale: Scale, results: Results, superseded: bool = False
+    ) -> None:
         self.scale, self.results = scale, results
         self.jobs: dict[str, Job] = {}
         self.place: dict[tuple[str, str, int], Job] = {}  # (finding, run, seed)
@@ -92,15 +100,39 @@ class Plan:
             tuple[str, str], list[tuple[list[str], Job]]
         ] = {}  # (finding, run) to (overrides, job)
         self.waiting = 0  # jobs whose configuration is not known yet
+        left_out: set[tuple[str, str]] = set()
         for finding in findings:
-            for name in finding.runs:
-                for seed in scale.seeds:
-                    job = self._job(finding, name, seed)
+            former = set() if superseded else finding.superseded_runs()
+            for name, run in finding.runs.items():
+                jobs = [self._job(finding, name, seed) for seed in scale.seeds]
+                if name in former and not all(job and results.is_done(job, run.measures) for job in jobs):
+                    left_out.add((finding.name, name))
+                    continue
+                for seed, job in zip(scale.seeds, jobs, strict=True):
                     if job is None:
                         self.waiting += 1
                         continue
                     self.place[finding.name, name, seed] = job
-                    job.measures += [m for m in finding.runs[name].measures if m not in job.measures]
+                    job.measures += [m for m in run.measures if m not in job.measures]
+        self.tuning = {place: tried for place, tried in self.tuning.items() if place not in left_out}
+        used = {job.key for job in self.place.values()}
+        used |= {job.key for tried in self.tuning.values() for _, job in tried}
+        self.jobs = {key: job for key, job in self.jobs.items() if key in used}
+
+    def held(self, finding: Finding) -> Finding:
+        """The finding without what was left out: runs, their claims, and their lines in figures."""
+        runs = {
+            name: run
+            for name, run in finding.runs.items()
+            if (finding.name, name, self.scale.seeds[0]) in self.place
+        }
+        claims = [c for c in finding.claims if all(o.partition(".")[0] in runs for o in c.operands())]
+        figures = [
+            figure.model_copy(update={"runs": lines})
+            for figure in finding.figures
+            if (lines := [name for name in figure.runs if name in runs])
+        ]
+        return finding.model_copy(update={"runs": runs, "claims": claims, "figures": figures})
 
     def _job(self, finding: Finding, name: str, seed: int) -> Job | None:
         """None while its tuning, or its parent's, is not finished."""
@@ -151,7 +183,7 @@ def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen:
     batch_tokens = round(scale.batch_tokens * run.batch)
     micro = max(min(scale.micro_tokens or batch_tokens, batch_tokens) // length, 1)
     batch_size = max(batch_tokens // (length * micro), 1) * micro
-    steps = max(round(scale.tokens * run.tokens / (batch_size * length)), 1)
+    steps = max(round(scale.tokens * scale.tokens_of(run) / (batch_size * length)), 1)
     overrides = [
         *([] if parent else scale.overrides),
         *_size(run, scale),
@@ -173,13 +205,14 @@ def configure(run: RunSpec, scale: Scale, seed: int, parent: Job | None, chosen:
 
 
 def _size(run: RunSpec, scale: Scale) -> list[str]:
-    if run.size is None:
+    size = scale.size_of(run)
+    if size is None:
         return []
-    if run.size not in scale.sizes:
+    if size not in scale.sizes:
         raise UserError(
-            f"scale.sizes: has no {run.size}, which a finding asks for; it has {', '.join(scale.sizes)}"
+            f"scale.sizes: has no {size}, which a finding asks for; it has {', '.join(scale.sizes)}"
         )
-    return scale.sizes[run.size]
+    return scale.sizes[size]
 
 
 @cache

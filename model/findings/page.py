@@ -20,11 +20,13 @@ from model.training.run_dir import write_json
 
 LOSSES = "Nats a token, mean over seeds ± half of its 95 % interval. Each table scores one set of tokens."
 SUPERSEDED = "A later claim asks the same better, or of a longer training. These are kept and not counted."
+LEFT_OUT = "Superseded and not run here: {}. With `superseded=true` they are."
 BEGIN, END = "<!-- findings: begin -->", "<!-- findings: end -->"
 
 
 def publish(finding: Finding, plan: Plan, folder: Path, command: str) -> list[dict[str, Any]]:
     """Write <finding>.json, .md and figures into `folder`; returns the claims as the JSON has them."""
+    every, finding = {claim.id for claim in finding.claims}, plan.held(finding)
     claims = [plain(verdict) for verdict in judge(finding, plan)]
     used = {job.key: job for (name, _, _), job in plan.place.items() if name == finding.name}
     used |= {
@@ -37,6 +39,7 @@ def publish(finding: Finding, plan: Plan, folder: Path, command: str) -> list[di
         "paper": finding.paper,
         "command": command,
         "claims": claims,
+        "left_out": sorted(every - {claim["id"] for claim in claims}),
         "tuning": tuning(finding, plan),
         "cost": cost(list(used.values()), plan),
         "runs": sorted(used),
@@ -77,7 +80,9 @@ def page(finding: Finding, plan: Plan, content: dict[str, Any], figures: list[Pa
         lines += ["## What the verdicts rest on", "", finding.discussion.strip(), ""]
     if superseded := [claim for claim in content["claims"] if claim["superseded_by"]]:
         lines += ["## Superseded claims", "", SUPERSEDED, "", *claims_table(superseded), ""]
-    lines += ["## What the names mean", "", *meanings(finding), "", *runs_table(finding), ""]
+    if content["left_out"]:
+        lines += [LEFT_OUT.format(", ".join(content["left_out"])), ""]
+    lines += ["## What the names mean", "", *meanings(finding), "", *runs_table(finding, plan.scale), ""]
     lines += ["## Why these thresholds", ""]
     lines += [f"- {claim['id']}: {claim['why'].strip()}" for claim in content["claims"]]
     lines += ["", "## What differs from the paper", "", finding.differs.strip(), ""]

@@ -25,6 +25,13 @@ FIXED_NAMES = {
 }
 
 
+class Longer(Strict):
+    """How `longer: true` runs are trained: `tokens` times as long, and with one of the scale's smaller models."""
+
+    tokens: PositiveFloat = 1.0
+    size: str | None = None
+
+
 class Scale(Strict):
     """How large runs are. Findings give lengths as multiples of `length`, and budgets as parts of `tokens`."""
 
@@ -40,6 +47,7 @@ class Scale(Strict):
     judged: bool  # false where runs are too small for a verdict
     overrides: list[str]  # of every run
     sizes: dict[str, list[str]]  # overrides of smaller models
+    longer: Longer = Longer()
     note: str = ""  # shown on each page, such as an estimate of cost
 
     @model_validator(mode="after")
@@ -49,6 +57,14 @@ class Scale(Strict):
                 f"scale.seeds={self.seeds}: the same seed twice is no second run; give different ones"
             )
         return self
+
+    def tokens_of(self, run: RunSpec) -> float:
+        """What it is trained on, as a part of `tokens`."""
+        return run.tokens * (self.longer.tokens if run.longer else 1.0)
+
+    def size_of(self, run: RunSpec) -> str | None:
+        """Its name in `sizes`; None for the usual one, and for a run that takes the weights of another."""
+        return self.longer.size if run.longer and not (run.size or run.start) else run.size
 
 
 class Measure(Strict):
@@ -86,6 +102,7 @@ class RunSpec(Strict):
     tokens: NonNegativeFloat = 1.0
     batch: PositiveFloat = 1.0
     size: str | None = None  # one of the scale's sizes
+    longer: bool = False  # as the scale says what that is
     start: str | None = None
     tune: list[str] = Field([])
     tuned_as: str | None = None
@@ -146,6 +163,22 @@ class Finding(Strict):
     runs: dict[str, RunSpec]
     claims: list[Claim]
     figures: list[Figure] = Field([])
+
+    def superseded_runs(self) -> set[str]:
+        """Those that superseded claims need and no other."""
+        current, former = (
+            self._needed({operand.partition(".")[0] for claim in claims for operand in claim.operands()})
+            for claims in (
+                [claim for claim in self.claims if not claim.superseded_by],
+                [claim for claim in self.claims if claim.superseded_by],
+            )
+        )
+        return former - current
+
+    def _needed(self, runs: set[str]) -> set[str]:
+        """With what they start from and what they are tuned as."""
+        others = {o for name in runs for o in (self.runs[name].start, self.runs[name].tuned_as) if o}
+        return runs if others <= runs else self._needed(runs | others)
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any
 
 from model.findings.jobs import Plan
 from model.findings.judge import interval, lookup
-from model.findings.spec import Finding, RunSpec
+from model.findings.spec import Finding, RunSpec, Scale
 
 MEANING = {
     "loss": "`loss@2L` is the loss in nats a token of windows of 2 L, `ppl@2L` its exponential, `bits@2L` the same in "
@@ -39,21 +39,21 @@ def meanings(finding: Finding) -> list[str]:
     return [f"- {common}", *(f"- {text}" for kind, text in MEANING.items() if kind in kinds)]
 
 
-def runs_table(finding: Finding) -> list[str]:
+def runs_table(finding: Finding, scale: Scale) -> list[str]:
     """A line per run: what it is, as overrides, and how it differs from a whole training at L."""
     lines = ["| run | overrides | window | tokens | learning rate |", "| --- | --- | --- | --- | --- |"]
     for name, run in finding.runs.items():
-        size = f", size `{run.size}`" if run.size else ""
+        size = f", size `{smaller}`" if (smaller := scale.size_of(run)) else ""
         rate = f"as {run.tuned_as}" if run.tuned_as else "its own best" if run.tune else "default"
-        cells = [name, f"`{' '.join(run.overrides)}`{size}", f"{run.length:g} L", _tokens(run)]
+        cells = [name, f"`{' '.join(run.overrides)}`{size}", f"{run.length:g} L", _tokens(run, scale)]
         lines.append("| " + " | ".join([*cells, rate if run.tokens else "-"]) + " |")
     return lines
 
 
-def _tokens(run: RunSpec) -> str:
+def _tokens(run: RunSpec, scale: Scale) -> str:
     if not run.tokens:
         return f"none: {run.start} read otherwise"
-    return f"{run.tokens:.0%}" + (f", from {run.start}" if run.start else "")
+    return f"{scale.tokens_of(run):.0%}" + (f", from {run.start}" if run.start else "")
 
 
 def loss_tables(finding: Finding, plan: Plan) -> list[str]:

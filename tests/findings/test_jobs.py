@@ -233,6 +233,63 @@ def test_what_diverged_is_not_run_again_and_has_no_numbers(tmp_path: Path) -> No
     )
 
 
+def test_longer_runs_have_the_tokens_and_the_size_that_the_scale_says(tmp_path: Path) -> None:
+    runs = {
+        "usual": {"overrides": ["position=rope"]},
+        "long": {"overrides": ["position=rope"], "longer": True},
+        "small": {"overrides": ["position=rope"], "longer": True, "size": "ninth"},
+        "child": {"start": "long", "tokens": 0.5, "longer": True},
+    }
+    sizes = {"third": ["model.n_embd=16"], "ninth": ["model.n_embd=8"]}
+    longer = {"tokens": 4, "size": "third"}
+    made = plan(tmp_path, finding("a", **runs), seeds=[0], sizes=sizes, longer=longer)
+    configs = {name: made.place["a", name, 0].config for name in runs}
+    assert {name: (c.train.steps, c.model.n_embd) for name, c in configs.items()} == {
+        "usual": (8, 32),
+        "long": (32, 16),
+        "small": (32, 8),
+        "child": (16, 16),
+    }
+    same = plan(tmp_path, finding("a", **runs), seeds=[0], sizes=sizes)
+    assert same.place["a", "usual", 0] is same.place["a", "long", 0]
+
+
+def test_what_only_superseded_claims_need_is_shown_when_on_record_and_run_when_asked(tmp_path: Path) -> None:
+    losses = {"measures": [LOSS]}
+    runs = {
+        "new": {"overrides": ["position=none"], **losses},
+        "old": {"overrides": ["position=rope"], "tuned_as": "rates", **losses},
+        "rates": {"overrides": ["position=rope"], "tune": ["optim.lr=0.1", "optim.lr=0.2"]},
+        "drawn": {"overrides": ["position=alibi"], **losses},
+    }
+    words = {"sentence": "s", "source": "t", "why": "w", "above": 0.5}
+    claims = [
+        {"id": "B", "statistic": "new.loss@1L", **words},
+        {"id": "A", "statistic": {"ratio": ["old.loss@1L", "new.loss@1L"]}, "superseded_by": "B", **words},
+    ]
+    figures = [{"title": "Both", "x": "length", "runs": ["old", "new"]}]
+    figures.append({"title": "Former", "x": "length", "runs": ["old"]})
+    found = finding("a", **runs).model_dump() | {"claims": claims, "figures": figures}
+    asked = validate(Finding, found)
+    made = plan(tmp_path, asked, seeds=[0])
+    assert {name for _, name, _ in made.place} == {"new", "drawn"} and len(made.jobs) == 2
+    assert made.waiting == 0 and not made.tuning
+    measured = {measure_id(m, made.scale): {"loss@1L": 3.0} for m in made.place["a", "new", 0].measures}
+    for job in made.jobs.values():
+        made.results.add(job, trained=True, measures=measured)
+    assert [claim["id"] for claim in publish(asked, made, tmp_path, "command")] == ["B"]
+    text = (tmp_path / "a.md").read_text()
+    assert "Superseded and not run here: A." in text and text.count("](figures/") == 1
+    every = Plan([asked], made.scale, made.results, superseded=True)
+    assert len(every.jobs) == 4 and every.waiting == 2
+    for _, tried in every.tuning["a", "rates"]:
+        every.results.add(tried, val_loss=2.0, trained=True, measures=measured)
+    known = plan(tmp_path, asked, seeds=[0])
+    assert {name for _, name, _ in known.place} == set(runs) and len(known.jobs) == 4
+    assert [claim["id"] for claim in publish(asked, known, tmp_path, "command")] == ["B", "A"]
+    assert "Superseded and not run here" not in (tmp_path / "a.md").read_text()
+
+
 def asking(found: Finding) -> Finding:
     """With a claim about a number and one about its absence."""
     words = {"sentence": "s", "source": "t", "why": "w", "above": 0.5}
