@@ -126,7 +126,7 @@ class Plan:
             for name, run in finding.runs.items()
             if (finding.name, name, self.scale.seeds[0]) in self.place
         }
-        claims = [c for c in finding.claims if all(o.partition(".")[0] in runs for o in c.operands())]
+        claims = [claim for claim in finding.claims if claim.runs() <= runs.keys()]
         figures = [
             figure.model_copy(update={"runs": lines})
             for figure in finding.figures

@@ -137,6 +137,10 @@ class Claim(Strict):
         """The results that the statistic is made of, as `run.result`."""
         return _operands(self.statistic)
 
+    def runs(self) -> set[str]:
+        """The runs that have these."""
+        return {operand.partition(".")[0] for operand in self.operands()}
+
     @model_validator(mode="after")
     def _asks_for_something(self) -> Claim:
         if self.below == math.inf and self.above == -math.inf:
@@ -166,12 +170,11 @@ class Finding(Strict):
 
     def superseded_runs(self) -> set[str]:
         """Those that superseded claims need and no other."""
-        current, former = (
-            self._needed({operand.partition(".")[0] for claim in claims for operand in claim.operands()})
-            for claims in (
-                [claim for claim in self.claims if not claim.superseded_by],
-                [claim for claim in self.claims if claim.superseded_by],
+        former, current = (
+            self._needed(
+                {run for claim in self.claims if bool(claim.superseded_by) is by for run in claim.runs()}
             )
+            for by in (True, False)
         )
         return former - current
 
