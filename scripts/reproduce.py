@@ -65,6 +65,7 @@ def main(values: dict[str, Any]) -> None:
     )
     for finding in findings:
         command = f"python scripts/reproduce.py finding={finding.name} scale={scale_name}"
+        command += " superseded=true" if config.superseded else ""
         claims = publish(finding, plan, folder, command)
         rows = [
             {

@@ -20,7 +20,7 @@ from model.training.run_dir import write_json
 
 LOSSES = "Nats a token, mean over seeds ± half of its 95 % interval. Each table scores one set of tokens."
 SUPERSEDED = "A later claim asks the same better, or of a longer training. These are kept and not counted."
-LEFT_OUT = "Superseded and not run here: {}. With `superseded=true` they are."
+LEFT_OUT = "Superseded, and not run here: {}. With `superseded=true` they are."
 BEGIN, END = "<!-- findings: begin -->", "<!-- findings: end -->"
 
 

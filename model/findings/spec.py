@@ -169,14 +169,12 @@ class Finding(Strict):
     figures: list[Figure] = Field([])
 
     def superseded_runs(self) -> set[str]:
-        """Those that superseded claims need and no other."""
-        former, current = (
-            self._needed(
-                {run for claim in self.claims if bool(claim.superseded_by) is by for run in claim.runs()}
-            )
-            for by in (True, False)
+        """Those that superseded claims need and no others."""
+        claimed, current = (
+            self._needed({run for claim in claims for run in claim.runs()})
+            for claims in (self.claims, [claim for claim in self.claims if not claim.superseded_by])
         )
-        return former - current
+        return claimed - self._needed(current | (self.runs.keys() - claimed))
 
     def _needed(self, runs: set[str]) -> set[str]:
         """With what they start from and what they are tuned as."""

@@ -53,7 +53,8 @@ def runs_table(finding: Finding, scale: Scale) -> list[str]:
 def _tokens(run: RunSpec, scale: Scale) -> str:
     if not run.tokens:
         return f"none: {run.start} read otherwise"
-    return f"{scale.tokens_of(run):.0%}" + (f", from {run.start}" if run.start else "")
+    share = f" ({run.tokens:.0%} of a longer training)" if run.longer and run.start else ""
+    return f"{scale.tokens_of(run):.0%}{share}" + (f", from {run.start}" if run.start else "")
 
 
 def loss_tables(finding: Finding, plan: Plan) -> list[str]:

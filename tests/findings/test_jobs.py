@@ -279,7 +279,7 @@ def test_what_only_superseded_claims_need_is_shown_when_on_record_and_run_when_a
         made.results.add(job, trained=True, measures=measured)
     assert [claim["id"] for claim in publish(asked, made, tmp_path, "command")] == ["B"]
     text = (tmp_path / "a.md").read_text()
-    assert "Superseded and not run here: A." in text and text.count("](figures/") == 1
+    assert "Superseded, and not run here: A." in text and text.count("](figures/") == 1
     every = Plan([asked], made.scale, made.results, superseded=True)
     assert len(every.jobs) == 4 and every.waiting == 2
     for _, tried in every.tuning["a", "rates"]:
@@ -287,7 +287,7 @@ def test_what_only_superseded_claims_need_is_shown_when_on_record_and_run_when_a
     known = plan(tmp_path, asked, seeds=[0])
     assert {name for _, name, _ in known.place} == set(runs) and len(known.jobs) == 4
     assert [claim["id"] for claim in publish(asked, known, tmp_path, "command")] == ["B", "A"]
-    assert "Superseded and not run here" not in (tmp_path / "a.md").read_text()
+    assert "Superseded, and not run here" not in (tmp_path / "a.md").read_text()
 
 
 def asking(found: Finding) -> Finding:

@@ -130,6 +130,16 @@ def test_mistakes_in_a_finding_are_said_before_anything_runs(changes: dict[str, 
         validate(Finding, finding(**changes))
 
 
+def test_superseded_runs_are_needed_by_nothing_else() -> None:
+    new = {"id": "A", "sentence": "s", "source": "t", "why": "w", "below": 1.0, "statistic": "new.val_loss"}
+    claims = [new, new | {"id": "B", "statistic": "old.val_loss", "superseded_by": "A"}]
+    runs: dict[str, dict[str, Any]] = {"new": {}, "rates": {}, "old": {"tuned_as": "rates"}, "drawn": {}}
+    made = [validate(Finding, finding(runs=runs, claims=claims))]
+    for name in ("new", "drawn"):
+        made.append(validate(Finding, finding(runs=runs | {name: {"tuned_as": "rates"}}, claims=claims)))
+    assert [found.superseded_runs() for found in made] == [{"old", "rates"}, {"old"}, {"old"}]
+
+
 @pytest.mark.parametrize("name", FINDINGS)
 def test_every_claim_of_the_repository_has_a_threshold_and_a_reason(name: str) -> None:
     found = read_finding(name)
