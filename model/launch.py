@@ -214,5 +214,6 @@ def print_table(rows: list[dict[str, Any]], title: str | None = None) -> None:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}"
+        decimals = 0 if abs(value) >= 1000 else 2 if abs(value) >= 10 else 4
+        return f"{value:,.{decimals}f}"
     return f"{value:,}" if isinstance(value, int) else "-" if value is None else str(value)

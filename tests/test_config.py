@@ -73,7 +73,7 @@ def test_nearest_names(wrong: str, says: str) -> None:
 def test_same_seed_builds_the_same_model_and_another_seed_another() -> None:
     weights = [build_model(compose_config(f"seed={seed}")).embedding.weight for seed in (1, 1, 2)]
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
-    assert math.isclose(float(weights[0].std()), 0.02, rel_tol=0.02)
+    assert math.isclose(weights[0].std().item(), 0.02, rel_tol=0.02)
 
 
 def test_infinite_and_missing_values_are_refused() -> None:

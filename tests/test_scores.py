@@ -28,7 +28,7 @@ def test_largest_scores_are_those_of_every_pair(kind: str) -> None:
             x = block(x, model.position, state, None, None)
             for i in range(24):
                 for j in range(i + 1):
-                    score = float((q[0, :, i] * k[0, :, j]).sum(-1).abs().max()) / math.sqrt(v.shape[-1])
+                    score = (q[0, :, i] * k[0, :, j]).sum(-1).abs().max().item() / math.sqrt(v.shape[-1])
                     found[i - j >= 16] = max(found[i - j >= 16], score)
     assert largest_scores(model, windows, 16) == pytest.approx(tuple(found), rel=1e-5)
 
